@@ -1,0 +1,37 @@
+"""Why a candidate could not be used: a closed set, counted and shown by kind."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class FailureKind(enum.StrEnum):
+    """Every way in which a candidate is known to fall out of a run."""
+
+    SHARED_MEMORY = "shared_memory"
+    REGISTERS = "registers"
+    COMPILE_CRASH = "compile_crash"
+    COMPILE_TIMEOUT = "compile_timeout"
+    LAUNCH_ERROR = "launch_error"
+    ILLEGAL_ACCESS = "illegal_access"
+    WRONG_RESULT = "wrong_result"
+    TIMEOUT = "timeout"
+    OUT_OF_MEMORY = "out_of_memory"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One candidate's failure: its kind and a short reason for the journal."""
+
+    kind: FailureKind
+    message: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """Return a JSON object that :meth:`from_json` reads back."""
+        return {"kind": self.kind.value, "message": self.message}
+
+    @classmethod
+    def from_json(cls, data: dict[str, str]) -> Failure:
+        """Rebuild a failure; raises ValueError for a kind outside the closed set."""
+        return cls(FailureKind(data["kind"]), data.get("message", ""))

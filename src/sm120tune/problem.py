@@ -1,0 +1,189 @@
+"""What is tuned: one MoE layer's shape on one GPU, and the arithmetic that leads to it.
+
+Nothing here knows a device or SGLang's folders.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sm120tune.errors import UserError
+
+DTYPES = ("bf16", "fp16")
+"""Activation and weight dtypes that can be tuned today; quantized ones come later."""
+
+DEFAULT_BATCH_SIZES = (
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192, 16384,
+)  # fmt: skip
+"""SGLang's 18 sizes of M plus the two prefill chunks that its own list stops short of."""
+
+
+class Gemm(enum.StrEnum):
+    """The two grouped GEMMs of an MoE layer, in launch order."""
+
+    GATE_UP = "gate_up"
+    DOWN = "down"
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """``C[rows, n] = A[rows, k] @ B[e, n, k].T`` for one GEMM of the layer."""
+
+    n: int
+    k: int
+    top_k: int
+    """How many routed rows share one row of A: topk for gate_up, 1 for down."""
+    mul_routed_weight: bool
+
+
+@dataclass(frozen=True)
+class MoEProblem:
+    """One MoE layer as one GPU runs it.
+
+    ``experts`` and ``topk`` count a fused shared expert; ``router_experts`` are those the router chooses over
+    (all ranks' under expert parallelism), without it.
+    """
+
+    experts: int
+    """E: expert matrices resident on this GPU."""
+    intermediate: int
+    """N: columns of the down weight on this GPU (``w2.shape[2]``)."""
+    hidden: int
+    topk: int
+    router_experts: int
+    dtype: str = "bf16"
+    shared_experts: int = 0
+    block_shape: tuple[int, int] | None = None
+    per_channel_quant: bool = False
+
+    @classmethod
+    def from_parallelism(
+        cls,
+        *,
+        experts: int,
+        tp: int,
+        inter: int,
+        ep: int = 1,
+        hidden: int,
+        topk: int,
+        dtype: str = "bf16",
+        shared_experts: int = 0,
+    ) -> MoEProblem:
+        """Derive E and N as SGLang's server does.
+
+        Plain TP: E = experts + shared, N = inter / tp. Expert parallelism: E = experts / ep,
+        N = inter / (tp / ep). Raises UserError for arithmetic that no server could run.
+        """
+        for name, value in (
+            ("--experts", experts), ("--tp", tp), ("--ep", ep), ("--inter", inter), ("--hidden", hidden),
+            ("--topk", topk),
+        ):  # fmt: skip
+            if value < 1:
+                raise UserError(f"{name} must be at least 1, not {value}")
+        if dtype not in DTYPES:
+            raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}")
+        if shared_experts < 0:
+            raise UserError(f"--shared-experts must be 0 or more, not {shared_experts}")
+        if topk > experts:
+            raise UserError(f"--topk {topk} is more than --experts {experts}; a token cannot choose that many")
+        if tp % ep:
+            raise UserError(f"--tp {tp} is not divisible by --ep {ep}; SGLang splits the tp ranks into ep groups")
+        if experts % ep:
+            raise UserError(f"--experts {experts} is not divisible by --ep {ep}")
+        if shared_experts and ep > 1:
+            raise UserError(
+                f"--shared-experts {shared_experts} with --ep {ep}: SGLang does not fuse shared experts under "
+                "expert parallelism; drop one of the two"
+            )
+        moe_tp = tp // ep
+        if inter % moe_tp:
+            raise UserError(
+                f"--inter {inter} is not divisible by {moe_tp} (tp {tp} / ep {ep}); "
+                "give the whole moe_intermediate_size of the model"
+            )
+        return cls(
+            experts=experts // ep + shared_experts,
+            intermediate=inter // moe_tp,
+            hidden=hidden,
+            topk=topk + shared_experts,
+            router_experts=experts,
+            dtype=dtype,
+            shared_experts=shared_experts,
+        )
+
+    @property
+    def routed_topk(self) -> int:
+        """Choices of the router itself, without the fused shared experts."""
+        return self.topk - self.shared_experts
+
+    @property
+    def expert_parallel(self) -> bool:
+        """Whether the router can choose experts of other ranks (their ids become -1 here)."""
+        return self.router_experts > self.experts - self.shared_experts
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one weight or activation element."""
+        return 2
+
+    def gemm(self, gemm: Gemm) -> GemmShape:
+        """Return the shape of one of the two GEMMs."""
+        if gemm is Gemm.GATE_UP:
+            return GemmShape(n=2 * self.intermediate, k=self.hidden, top_k=self.topk, mul_routed_weight=False)
+        return GemmShape(n=self.hidden, k=self.intermediate, top_k=1, mul_routed_weight=True)
+
+    def padded_rows(self, m: int, block_size_m: int) -> int:
+        """EM: entries of SGLang's ``sorted_token_ids`` buffer for M tokens.
+
+        ``numel + (E+1)*(BLOCK_SIZE_M-1)``, or ``numel*BLOCK_SIZE_M`` when ``numel < E+1``, rounded up to 4
+        (SGLang's ``moe_align_block_size``).
+        """
+        numel = m * self.topk
+        rows = numel * block_size_m if numel < self.experts + 1 else numel + (self.experts + 1) * (block_size_m - 1)
+        return (rows + 3) // 4 * 4
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object; the provenance and the run identity are made from it."""
+        return {
+            "experts": self.experts,
+            "intermediate": self.intermediate,
+            "hidden": self.hidden,
+            "topk": self.topk,
+            "router_experts": self.router_experts,
+            "dtype": self.dtype,
+            "shared_experts": self.shared_experts,
+            "block_shape": list(self.block_shape) if self.block_shape else None,
+            "per_channel_quant": self.per_channel_quant,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> MoEProblem:
+        """Rebuild a problem from :meth:`to_json`."""
+        values = dict(data)
+        shape = values.get("block_shape")
+        values["block_shape"] = (int(shape[0]), int(shape[1])) if shape else None
+        return cls(**values)
+
+    def __str__(self) -> str:
+        return (
+            f"E={self.experts} N={self.intermediate} hidden={self.hidden} topk={self.topk} {self.dtype}"
+            + (f" router={self.router_experts}" if self.expert_parallel else "")
+            + (f" shared={self.shared_experts}" if self.shared_experts else "")
+        )
+
+
+def check_batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the values of M in ascending order; raises UserError for M < 1 or a value given twice."""
+    if not sizes:
+        raise UserError("--batch-sizes is empty; give at least one M, for example --batch-sizes 1,64")
+    seen: set[int] = set()
+    for m in sizes:
+        if m < 1:
+            raise UserError(f"--batch-sizes has {m}; every M must be at least 1")
+        if m in seen:
+            raise UserError(f"--batch-sizes has {m} twice")
+        seen.add(m)
+    return tuple(sorted(seen))
