@@ -1,0 +1,175 @@
+"""Compile one variant with Triton, for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sm120tune.compiler.facts import TileFacts, read_facts
+from sm120tune.compiler.spec import ActivationVariant, CompileSpec
+from sm120tune.failures import Failure, FailureKind
+from sm120tune.upstream.arguments import (
+    Argument,
+    Constant,
+    Descriptor,
+    Dynamic,
+    Pointer,
+    Scalar,
+    activation_arguments,
+    gemm_arguments,
+    launch_flags,
+)
+from sm120tune.upstream.locate import find_sglang
+from sm120tune.upstream.source import Kernels, load_kernels
+
+_WARP_SIZE = 32
+_ALIGNMENT = 16
+_DAMAGED = (json.JSONDecodeError, KeyError, StopIteration, FileNotFoundError, UnicodeDecodeError, TypeError)
+
+
+def arguments_of(spec: CompileSpec, kernels: Kernels) -> tuple[Any, dict[str, Argument]]:
+    """Return the kernel of a variant and its bound arguments."""
+    variant = spec.variant
+    if isinstance(variant, ActivationVariant):
+        kernel = kernels.act_and_mul
+        return kernel, activation_arguments(kernel, spec.problem, variant.block_size_m, variant.sorted_intermediate)
+    return kernels.fused_moe, gemm_arguments(kernels.fused_moe, spec.problem, variant, spec.arch)
+
+
+def build(spec: CompileSpec) -> Any:
+    """Return Triton's ``CompiledKernel`` for a variant, from Triton's cache where it is there and sound.
+
+    A damaged cache entry is removed and compiled again. Raises what Triton raises when the candidate itself
+    cannot be compiled.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as triton_compile
+
+    kernels = load_kernels(find_sglang(spec.package))
+    kernel, arguments = arguments_of(spec, kernels)
+    source = ast_source(kernel, arguments)
+    target = GPUTarget("cuda", spec.arch, _WARP_SIZE)
+    options = _options(spec, kernel)
+    try:
+        compiled = triton_compile(source, target=target, options=options)
+        if not compiled.kernel:
+            raise KeyError("empty binary")
+    except _DAMAGED:
+        _drop_cache_entry(source, target, options)
+        compiled = triton_compile(source, target=target, options=options)
+    return compiled
+
+
+def ast_source(kernel: Any, arguments: Mapping[str, Argument]) -> Any:
+    """Return the ``ASTSource`` whose types and hints are those of Triton's JIT, less the two that depend on M."""
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    hints: dict[tuple[int, ...], Any] = {}
+    divisible = [["tt.divisibility", _ALIGNMENT]]
+    for index, (name, argument) in enumerate(arguments.items()):
+        match argument:
+            case Pointer(dtype=dtype):
+                signature[name] = f"*{dtype}"
+                hints[(index,)] = divisible
+            case Descriptor(dtype=dtype, block=block):
+                signature[name] = f"tensordesc<{dtype}{list(block)}>"
+            case Scalar(value=1):
+                signature[name] = "constexpr"
+                constants[name] = 1
+            case Scalar(value=value):
+                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+                if value % _ALIGNMENT == 0:
+                    hints[(index,)] = divisible
+            case Dynamic():
+                signature[name] = "i32"
+            case Constant(value=value):
+                signature[name] = "constexpr"
+                constants[name] = value
+    return ASTSource(kernel, signature, constants, hints)
+
+
+def _options(spec: CompileSpec, kernel: Any) -> dict[str, Any]:
+    variant = spec.variant
+    if isinstance(variant, ActivationVariant):
+        return {}
+    options: dict[str, Any] = {"num_warps": variant.tile.num_warps, "num_stages": variant.tile.num_stages}
+    if launch_flags(kernel, spec.arch).pdl:
+        options["launch_pdl"] = True
+    return options
+
+
+def _drop_cache_entry(source: Any, target: Any, options: Mapping[str, Any]) -> None:
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import get_cache_manager
+
+    try:
+        from triton.runtime.cache import get_cache_key
+    except ImportError:
+        from triton.compiler.compiler import get_cache_key
+    try:
+        from triton.runtime.cache import get_cache_invalidating_env_vars
+    except ImportError:
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+    import hashlib
+
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options))
+    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    shutil.rmtree(manager.cache_dir, ignore_errors=True)
+
+
+def compile_facts(spec: CompileSpec) -> TileFacts | Failure:
+    """Compile a variant and read its resources; every failure of the candidate comes back classified."""
+    with captured_stderr() as noise:
+        try:
+            return read_facts(build(spec))
+        except Exception as error:
+            return _classify(error, noise())
+
+
+def _classify(error: Exception, noise: str) -> Failure:
+    text = f"{type(error).__name__}: {error}".strip()
+    kind = FailureKind.COMPILE_CRASH
+    if "register allocation" in f"{text} {noise}".lower():
+        kind = FailureKind.REGISTERS
+    first = next((line.strip() for line in noise.splitlines() if "error" in line.lower()), "")
+    message = text.splitlines()[0][:200] + (f" ({first[:160]})" if first else "")
+    return Failure(kind, message)
+
+
+@contextlib.contextmanager
+def captured_stderr() -> Iterator[Any]:
+    """Send file descriptor 2 to a temporary file: MLIR prints whole dumps there when a pass fails.
+
+    Yields a function that returns what was written so far.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as sink:
+        saved = os.dup(2)
+        os.dup2(sink.fileno(), 2)
+
+        def text() -> str:
+            size = os.fstat(sink.fileno()).st_size
+            return os.pread(sink.fileno(), min(size, 65536), 0).decode(errors="replace")
+
+        try:
+            yield text
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def use_cache_folder(folder: Path) -> None:
+    """Point Triton at a cache folder of our own, so that no stale entry of another program is met."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TRITON_CACHE_DIR"] = str(folder)

@@ -1,0 +1,40 @@
+"""Where state lives on the user's machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from sm120tune.errors import UserError
+
+
+def cache_root() -> Path:
+    """Return ``$XDG_CACHE_HOME/sm120tune`` (``~/.cache/sm120tune`` when unset), made if need be.
+
+    Raises UserError when it cannot be written.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = Path(base) / "sm120tune"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write the cache folder {root}: {error.strerror}; set XDG_CACHE_HOME to one that can"
+        ) from error
+    return root
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
