@@ -1,0 +1,38 @@
+"""Fixtures that every room's tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from wheels import CACHE, Trees, sglang_tree
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep the product's and Triton's caches of this session, and of its child processes, out of the user's."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SM120TUNE_TEST_CACHE", str(CACHE))
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def sglang_trees() -> Trees:
+    """SGLang's releases by version, fetched when asked for."""
+    return Trees()
+
+
+@pytest.fixture(scope="session")
+def sglang_0_5_23() -> Path:
+    """SGLang's release that a new user runs."""
+    return sglang_tree("0.5.23")
+
+
+@pytest.fixture(scope="session")
+def sglang_0_5_15() -> Path:
+    """SGLang's release with lookup and kernels in ``moe_runner/triton_utils``."""
+    return sglang_tree("0.5.15")
