@@ -99,7 +99,7 @@ make_base() {
     local -a needs
     mapfile -t needs < <("$BASE" "$PROBE" needs "$ROOT")
     # Taken away only while nobody runs in it; a look at the stamp takes a moment, a run takes longer.
-    flock -w 5 -x 8 || die "${VENV##*/} has to be made anew, but a run is using it: wait for its end"
+    flock -w 2 -x 8 || die "${VENV##*/} has to be made anew, but a run is using it: wait for its end"
     rm -rf "$VENV"
     flock -u 8
     "$BASE" -I -m venv "$VENV" >&2 || die "$BASE can't make an environment (Debian, Ubuntu: install python3-venv)"

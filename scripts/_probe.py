@@ -70,7 +70,7 @@ def sites() -> list[str]:
 def overlay(venv: str) -> None:
     """Append this Python's package folders, and what their .pth files add, to a venv's search path."""
     (site,) = Path(venv).glob("lib/python*/site-packages")
-    code = f"import site; [site.addsitedir(path) for path in {sites()}]\n"
+    code = f"import site; list(map(site.addsitedir, {sites()}))\n"
     (site / "parent.pth").write_text(code, encoding="utf-8")
 
 

@@ -33,10 +33,12 @@ LAYOUT = 1
 """Raised when KEEP changes, so that older trees are made anew."""
 
 # Nothing compiled is read, so one platform's wheels serve every machine.
-PLATFORM = (
-    "--python-version=3.12 --implementation=cp --abi=cp312 --abi=abi3 --abi=none"
-    " --platform=manylinux_2_34_x86_64 --platform=any"
-).split()
+PLATFORM = [
+    "--python-version=3.12",
+    "--implementation=cp",
+    *("--abi=cp312", "--abi=abi3", "--abi=none"),
+    *("--platform=manylinux_2_34_x86_64", "--platform=any"),
+]
 
 
 class WheelUnavailableError(RuntimeError):
