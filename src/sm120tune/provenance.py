@@ -1,0 +1,188 @@
+"""Where each row of a written ladder came from, and when two ladders may be merged.
+
+A file's key (its name and its Triton folder) says less than the problem it was tuned for: hidden, topk, bf16 or fp16,
+the kernel source and the routing are not in it. This is the record that does say it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sm120tune._jsonfile import Fields, dump_object, parse_object
+from sm120tune._row_provenance import BOUNDS, TIMERS, RowProvenance, RowStatus, check_word
+from sm120tune.errors import UserError
+from sm120tune.problem import MoEProblem
+
+__all__ = [
+    "BOUNDS",
+    "KINDS",
+    "SCHEMA_VERSION",
+    "TIMERS",
+    "FileProvenance",
+    "RowProvenance",
+    "RowStatus",
+    "load",
+    "loads",
+    "merge",
+    "merge_conflict",
+]
+
+SCHEMA_VERSION = 1
+
+KINDS = ("measured", "estimated", "replayed")
+"""What a whole file is made of: a GPU's times, a model's, or a recorded table's."""
+
+
+@dataclass(frozen=True)
+class FileProvenance:
+    """A whole ladder; raises ValueError for an unknown kind or schema, or an M given twice."""
+
+    tool_version: str
+    kind: str
+    """One of KINDS; also the folder the ladder is written to."""
+    problem: MoEProblem
+    device: Mapping[str, Any]
+    """``name``, ``capability`` and ``driver``."""
+    versions: Mapping[str, str]
+    """``torch``, ``triton`` and ``sglang``."""
+    kernel_source_hash: str
+    search: Mapping[str, Any]
+    failures: Mapping[str, int]
+    """Candidates lost, by the value of their FailureKind."""
+    rows: tuple[RowProvenance, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        check_word("kind", self.kind, KINDS)
+        if self.schema_version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {self.schema_version}; this release reads {SCHEMA_VERSION}")
+        twice = [m for m, count in Counter(row.m for row in self.rows).items() if count > 1]
+        if twice:
+            raise ValueError(f"rows has M={twice[0]} twice")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object that :meth:`from_json` reads back; rows in ascending order of M."""
+        return {
+            "schema_version": self.schema_version,
+            "tool_version": self.tool_version,
+            "kind": self.kind,
+            "problem": self.problem.to_json(),
+            "device": dict(self.device),
+            "versions": dict(self.versions),
+            "kernel_source_hash": self.kernel_source_hash,
+            "search": dict(self.search),
+            "failures": dict(self.failures),
+            "rows": [row.to_json() for row in sorted(self.rows, key=lambda row: row.m)],
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> FileProvenance:
+        """Rebuild a file's provenance; raises ValueError naming the field."""
+        file = Fields(data)
+        # First, so that a newer file is told as such and not as an unknown field.
+        schema_version = file.integer("schema_version", least=1)
+        if schema_version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {schema_version}; this release reads {SCHEMA_VERSION}")
+        device = file.mapping("device")
+        Fields(device, "device.").text("name")
+        versions = file.mapping("versions")
+        for key in versions:
+            Fields(versions, "versions.").text(key)
+        Fields(versions, "versions.").text("triton")
+        failures = file.mapping("failures")
+        result = cls(
+            schema_version=schema_version,
+            tool_version=file.text("tool_version"),
+            kind=file.text("kind"),
+            problem=_problem_from_json(file.take("problem")),
+            device=device,
+            versions=versions,
+            kernel_source_hash=file.text("kernel_source_hash"),
+            search=file.mapping("search"),
+            failures={key: Fields(failures, "failures.").integer(key) for key in failures},
+            rows=tuple(RowProvenance.from_json(row, f"rows[{index}].") for index, row in enumerate(file.items("rows"))),
+        )
+        file.finish()
+        return result
+
+    def dumps(self) -> str:
+        """Render as the text of a provenance file; raises ValueError for NaN or infinity."""
+        return dump_object(self.to_json())
+
+
+def loads(text: str) -> FileProvenance:
+    """Parse the text of a provenance file; raises ValueError saying what is damaged."""
+    return FileProvenance.from_json(parse_object(text))
+
+
+def load(path: Path) -> FileProvenance:
+    """Read a provenance file; raises UserError naming the file and what is damaged."""
+    try:
+        return loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}; restore it, or write the ladder again with --replace") from None
+
+
+def merge_conflict(old: FileProvenance, new: FileProvenance) -> str | None:
+    """Name in one line the first thing in which two ladders differ so that their rows must not mix, or None."""
+    before, after = old.problem.to_json(), new.problem.to_json()
+    pairs = [(f"problem.{key}", before[key], after[key]) for key in after]
+    pairs.append(("device", old.device.get("name"), new.device.get("name")))
+    pairs.append(("Triton version", old.versions.get("triton"), new.versions.get("triton")))
+    pairs.append(("kernel_source_hash", old.kernel_source_hash, new.kernel_source_hash))
+    if old.rows and new.rows:
+        pairs.append(("routing", _routings(old), _routings(new)))
+    pairs.append(("kind", old.kind, new.kind))
+    for name, there, here in pairs:
+        if there != here:
+            return f"{name} is {there} there and {here} here"
+    return None
+
+
+def merge(old: FileProvenance, new: FileProvenance) -> FileProvenance:
+    """Return ``new`` with those rows of ``old`` that it does not have.
+
+    Nothing is lost: a surviving row notes the driver and versions of its own run where they differ from the new
+    run's, and failures add up unless ``new`` replaces every old row. Call :func:`merge_conflict` first.
+    """
+    replaced = {row.m for row in new.rows}
+    kept = [row for row in old.rows if row.m not in replaced]
+    if not kept:
+        return new
+    own = _run(old)
+    if own != _run(new):
+        kept = [row if "earlier run" in row.note else replace(row, note=_add_note(row.note, own)) for row in kept]
+    rows = sorted([*kept, *new.rows], key=lambda row: row.m)
+    return replace(new, rows=tuple(rows), failures=dict(Counter(old.failures) + Counter(new.failures)))
+
+
+def _run(file: FileProvenance) -> str:
+    versions = ", ".join(f"{name} {file.versions[name]}" for name in sorted(file.versions))
+    return f"earlier run: driver {file.device.get('driver')}, {versions}, sm120tune {file.tool_version}"
+
+
+def _add_note(note: str, more: str) -> str:
+    return f"{note}; {more}" if note else more
+
+
+def _routings(file: FileProvenance) -> str:
+    return ", ".join(sorted({row.routing for row in file.rows}))
+
+
+def _problem_from_json(data: object) -> MoEProblem:
+    problem = Fields(data, "problem.")
+    for key in ("experts", "intermediate", "hidden", "topk", "router_experts", "shared_experts"):
+        problem.integer(key)
+    problem.text("dtype")
+    problem.flag("per_channel_quant")
+    if problem.take("block_shape") is not None and [type(n) for n in problem.items("block_shape")] != [int, int]:
+        raise ValueError("problem.block_shape must be two integers")
+    problem.finish()
+    assert isinstance(data, dict)
+    return MoEProblem.from_json(data)
