@@ -1,0 +1,190 @@
+"""Which experts the tokens choose: synthetic routings, reproducible from a seed.
+
+Expert ids are local to this GPU, as the MoE kernel sees them. Under expert parallelism this GPU is rank 0: it holds
+the router's first experts, and a choice of any other becomes -1.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sm120tune.errors import UserError
+from sm120tune.problem import MoEProblem
+
+MAX_ALPHA = 10.0
+"""Above it one expert takes every token, and the popularities of the others vanish in float32."""
+
+_CHOICES = "uniform, balanced or power:ALPHA (for example power:1.2)"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens spread over the router's experts; ``str()`` gives the text that :func:`parse_routing` reads.
+
+    ``uniform``: every token draws distinct experts, all equally likely. ``balanced``: min(topk * M, E) experts are
+    touched, as evenly as possible. ``power``: an expert's popularity falls with its rank as ``rank ** -alpha``.
+    """
+
+    kind: Literal["uniform", "balanced", "power"]
+    alpha: float = 0.0
+
+    def __str__(self) -> str:
+        if self.kind != "power":
+            return self.kind
+        short = f"{self.alpha:g}"
+        return f"power:{short if float(short) == self.alpha else repr(self.alpha)}"
+
+
+UNIFORM = Routing("uniform")
+BALANCED = Routing("balanced")
+
+
+def parse_routing(text: str) -> Routing:
+    """Read a routing from the command line; raises UserError that lists the choices."""
+    if text == "uniform":
+        return UNIFORM
+    if text == "balanced":
+        return BALANCED
+    kind, _, value = text.partition(":")
+    if kind != "power":
+        raise UserError(f"--routing {text!r} is unknown; choose {_CHOICES}")
+    try:
+        alpha = float(value)
+    except ValueError:
+        alpha = math.nan
+    if not 0 < alpha <= MAX_ALPHA:
+        raise UserError(f"--routing {text!r}: ALPHA must be a number above 0 and at most {MAX_ALPHA:g}")
+    return Routing("power", alpha)
+
+
+def topk_ids(
+    problem: MoEProblem, m: int, routing: Routing, seed: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return the local expert ids that M tokens chose: int32 ``[M, topk]``, -1 for an expert of another rank.
+
+    A token's ids are distinct. The last ``shared_experts`` columns are the fused shared experts, the same for every
+    token. The same (problem, M, routing, seed) gives the same ids on every device. Raises UserError for M < 1 or
+    a token that must choose more experts than there are.
+    """
+    chosen, _ = _route(problem, m, routing, seed)
+    local = _local_experts(problem)
+    ids = torch.where(chosen < local, chosen, -1)
+    shared = torch.arange(local, local + problem.shared_experts).expand(m, -1)
+    return torch.cat([ids, shared], dim=1).to(torch.int32).to(device)
+
+
+def topk_weights(
+    problem: MoEProblem, m: int, routing: Routing, seed: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return the weights that belong to :func:`topk_ids`: positive, float32 ``[M, topk]``.
+
+    A softmax over the token's routed choices, so those sum to 1 (other ranks' choices included); a shared expert
+    weighs 1, since the router does not scale it. Raises UserError as :func:`topk_ids` does.
+    """
+    _, logits = _route(problem, m, routing, seed)
+    # Temperature 2: a choice whose weight is next to nothing would hide an error in its rows from verification.
+    routed = torch.softmax(logits / 2, dim=1)
+    return torch.cat([routed, torch.ones(m, problem.shared_experts)], dim=1).to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def tokens_per_expert(problem: MoEProblem, m: int, routing: Routing, seed: int = 0) -> npt.NDArray[np.int64]:
+    """Return how many routed rows each local expert gets: int64 ``[E]``, cached and read-only."""
+    ids = topk_ids(problem, m, routing, seed).flatten()
+    counts = torch.bincount(ids[ids >= 0], minlength=problem.experts).numpy().astype(np.int64)
+    counts.setflags(write=False)
+    return counts
+
+
+def expected_touched_experts(problem: MoEProblem, m: int, routing: Routing) -> float:
+    """Return how many local experts at least one of M tokens chooses, averaged over seeds.
+
+    Exact for ``uniform`` (``L * (1 - (1 - topk/R) ** M)``) and ``balanced``. For ``power`` a token chooses the
+    first topk arrivals of independent exponential clocks with the popularities as rates; an expert's chance is
+    taken as that of ringing before the time at which topk clocks are expected to have rung.
+    """
+    local, router, topk = _local_experts(problem), problem.router_experts, problem.routed_topk
+    if routing.kind == "balanced":
+        order = _balanced_order(problem, torch.Generator().manual_seed(0))
+        touched = float((order[: topk * m] < local).sum())
+    elif routing.kind == "uniform":
+        touched = local * (1 - (1 - topk / router) ** m)
+    else:
+        missed = (1 - _inclusion(_popularity(router, routing.alpha), topk)) ** m
+        # Ranks are dealt to experts at random, so this GPU's experts are an average sample of all.
+        touched = local * float(1 - missed.mean())
+    return touched + problem.shared_experts
+
+
+def _local_experts(problem: MoEProblem) -> int:
+    """Return how many of the router's experts live on this GPU."""
+    return problem.experts - problem.shared_experts
+
+
+def _popularity(router_experts: int, alpha: float) -> npt.NDArray[np.float64]:
+    """Return ``rank ** -alpha`` for ranks 1 to R."""
+    return np.arange(1, router_experts + 1, dtype=np.float64) ** -alpha
+
+
+def _inclusion(rates: npt.NDArray[np.float64], topk: int) -> npt.NDArray[np.float64]:
+    """Return each clock's chance to ring before t, with t such that topk rings are expected (found by bisection)."""
+    if topk >= len(rates):
+        return np.ones_like(rates)
+    low, high = 0.0, 1.0
+    while -np.expm1(-rates * high).sum() < topk:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        if -np.expm1(-rates * middle).sum() < topk:
+            low = middle
+        else:
+            high = middle
+    return np.asarray(-np.expm1(-rates * high))
+
+
+def _generator(seed: int, stream: int) -> torch.Generator:
+    """Return a CPU generator whose stream does not overlap that of a neighbouring seed or M."""
+    state = np.random.SeedSequence([seed % 2**64, stream]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]))
+
+
+def _balanced_order(problem: MoEProblem, generator: torch.Generator) -> torch.Tensor:
+    """Return the router's experts in the order in which balanced routing deals them out, int64 ``[R]``.
+
+    Local and other ranks' experts are interleaved, local first, so that any stretch of the order holds this GPU's
+    share of it and a single token already gives this GPU work.
+    """
+    local = _local_experts(problem)
+    remote = problem.router_experts - local
+    position = torch.cat([torch.arange(local) / local, (torch.arange(remote) + 0.5) / max(1, remote)])
+    ids = torch.cat([torch.randperm(local, generator=generator), local + torch.randperm(remote, generator=generator)])
+    return ids[torch.argsort(position, stable=True)]
+
+
+def _route(problem: MoEProblem, m: int, routing: Routing, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the router's choices (int64 ``[M, routed_topk]``, global ids) and their logits (float32)."""
+    router, topk = problem.router_experts, problem.routed_topk
+    if m < 1:
+        raise UserError(f"M must be at least 1, not {m}")
+    if not 1 <= topk <= router:
+        raise UserError(f"a token cannot choose {topk} of {router} experts")
+    generator = _generator(seed, m)
+    if routing.kind == "balanced":
+        order = _balanced_order(problem, generator)
+        slots = torch.arange(m * topk).reshape(m, topk)
+        return order[slots % router], torch.randn(m, topk, generator=generator)
+    # Gumbel top-k: the topk largest of logit + Gumbel noise are topk draws without replacement.
+    noise = torch.empty(m, router).exponential_(generator=generator).log_().neg_()
+    if routing.kind == "power":
+        # The popular experts depend on the seed alone: they stay popular from one M to the next.
+        ranks = torch.randperm(router, generator=_generator(seed, 0))
+        noise += torch.from_numpy(np.log(_popularity(router, routing.alpha))).float()[ranks]
+    logits, chosen = torch.topk(noise, topk, dim=1)
+    return chosen, logits

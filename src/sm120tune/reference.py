@@ -1,0 +1,172 @@
+"""A plain torch MoE layer to compare kernels with, and how far from it an output may be."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sm120tune.errors import UserError
+
+_CHUNK_BYTES = 128 * 2**20
+"""Per kind of temporary (weights, rows, float64 differences); a handful of them live at once."""
+
+_BOUNDS = {"bf16": (0.01, 0.03), "fp16": (0.002, 0.006)}
+
+_SMALL_ROW = 1e-2
+"""A reference row below this share of the rms row is compared with the rms row, not with itself."""
+
+
+@dataclass(frozen=True)
+class ErrorMeasure:
+    """How far an output is from its reference; both errors are infinite where the output is not finite."""
+
+    relative: float
+    """Norm of the difference over norm of the reference."""
+    worst_row: float
+    """The largest such ratio of a single row."""
+    nan_rows: int
+    """Rows of the output that hold a NaN or an infinity."""
+
+
+def reference_moe(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the MoE layer's output ``[M, hidden]`` in ``compute_dtype``.
+
+    The sum over a token's choices of ``weight * (silu(x @ gate.T) * (x @ up.T)) @ w2[e].T`` with gate the first and
+    up the last N rows of ``w1[e]`` (SwiGLU as in Mixtral's experts). ``hidden_states`` is ``[M, hidden]``, ``w1``
+    ``[E, 2N, hidden]``, ``w2`` ``[E, hidden, N]``, ``topk_weights`` and ``topk_ids`` ``[M, topk]``; a choice of -1
+    adds nothing. All on one device; temporaries beside the output stay below 1 GiB. Raises ValueError where the
+    shapes do not fit or an id is E or more.
+    """
+    _check_shapes(hidden_states, w1, w2, topk_weights, topk_ids)
+    (m, hidden), experts, inter, topk = hidden_states.shape, w1.shape[0], w2.shape[2], topk_ids.shape[1]
+    out = torch.zeros(m, hidden, dtype=compute_dtype, device=hidden_states.device)
+    flat_ids, flat_weights = topk_ids.flatten().long(), topk_weights.flatten().to(compute_dtype)
+    order = torch.argsort(flat_ids, stable=True)
+    counts = torch.bincount(flat_ids + 1, minlength=experts + 1).tolist()
+    if len(counts) > experts + 1:
+        raise ValueError(f"topk_ids holds {len(counts) - 2}, but there are only {experts} experts")
+
+    width = torch.empty((), dtype=compute_dtype).element_size()
+    slice_n = max(1, _CHUNK_BYTES // (3 * hidden * width))
+    slice_rows = max(1, _CHUNK_BYTES // ((2 * hidden + 4 * min(slice_n, inter)) * width))
+    start = counts[0]
+    with _full_precision():
+        for expert, count in enumerate(counts[1:]):
+            rows = order[start : start + count]
+            start += count
+            # Without rows nothing of the expert is read: its weights would cost the most.
+            for n in range(0, inter if count else 0, slice_n):
+                part = slice(n, n + slice_n)
+                gate = w1[expert, :inter][part].to(compute_dtype)
+                up = w1[expert, inter:][part].to(compute_dtype)
+                down = w2[expert, :, part].to(compute_dtype)
+                for chunk in torch.split(rows, slice_rows):
+                    tokens = chunk // topk
+                    x = hidden_states[tokens].to(compute_dtype)
+                    inner = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+                    out.index_add_(0, tokens, (inner @ down.T) * flat_weights[chunk, None])
+    return out
+
+
+def measure_error(out: torch.Tensor, ref: torch.Tensor) -> ErrorMeasure:
+    """Compare an output with its reference, both ``[M, columns]``, in float64.
+
+    A row whose reference is next to nothing (a token without a local expert) is compared with the rms row of the
+    whole reference instead of with itself. Raises ValueError for different shapes or a reference that is not
+    finite, with which nothing can be compared.
+    """
+    if out.shape != ref.shape or out.dim() != 2 or out.numel() == 0:
+        raise ValueError(f"need two equal [M, columns] shapes, not {list(out.shape)} and {list(ref.shape)}")
+    slice_rows = max(1, _CHUNK_BYTES // (8 * out.shape[1]))
+    error_parts, norm_parts, broken_parts = [], [], []
+    for a, b in zip(torch.split(out, slice_rows), torch.split(ref, slice_rows), strict=True):
+        wide = b.double()
+        norm_parts.append(wide.square().sum(dim=1))
+        error_parts.append((a.double() - wide).square().sum(dim=1))
+        broken_parts.append(~torch.isfinite(a).all(dim=1))
+    error2, norm2, broken = torch.cat(error_parts), torch.cat(norm_parts), torch.cat(broken_parts)
+    if not bool(torch.isfinite(norm2).all()):
+        raise ValueError("the reference is not finite: use smaller inputs")
+    nan_rows = int(broken.sum())
+    if nan_rows:
+        return ErrorMeasure(math.inf, math.inf, nan_rows)
+    rms2 = norm2.mean()
+    scale2 = torch.where(norm2 > _SMALL_ROW**2 * rms2, norm2, rms2)
+    # 0 / 0 is a right answer (all zeros expected and found), x / 0 is infinitely wrong.
+    rows2 = torch.where(error2 > 0, error2 / scale2, torch.zeros_like(error2))
+    total2 = torch.where(error2.sum() > 0, error2.sum() / norm2.sum(), torch.zeros_like(rms2))
+    return ErrorMeasure(float(total2.sqrt()), float(rows2.max().sqrt()), 0)
+
+
+def error_bound(dtype: str) -> tuple[float, float]:
+    """Return the largest (relative, worst_row) errors of a right result with operands of ``dtype``.
+
+    Rounding to bf16 (8 significant bits) costs about 0.0017 of a value's rms. Gate, up, their product, the down
+    output and the sum are each rounded once: sqrt(5) * 0.0017 = 0.0038, which is what SGLang's own bf16 kernel was
+    seen at. The overall bound is 2.6 times that. A row holds hundreds of columns, so its error is close to the
+    overall one; the row bound is 8 times it. A wrong or missing choice moves its token's row by at least
+    ``weight / norm of the token's weights``, so the row bound finds any choice that holds 3 % of that norm, where
+    one wrong 16-row block among many thousand rows could hide in the overall one. fp16 has 3 bits more (8 times
+    less rounding); its bounds are 5 times less, since accumulation inside the tensor cores does not shrink along.
+    Raises UserError for another dtype.
+    """
+    if dtype not in _BOUNDS:
+        raise UserError(f"no error bound for dtype {dtype!r}; choose one of {', '.join(_BOUNDS)}")
+    return _BOUNDS[dtype]
+
+
+def is_correct(error: ErrorMeasure, dtype: str) -> bool:
+    """Whether an error is one that rounding alone can explain."""
+    relative, worst_row = error_bound(dtype)
+    return error.nan_rows == 0 and error.relative <= relative and error.worst_row <= worst_row
+
+
+def _check_shapes(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> None:
+    """Raise ValueError unless the shapes are those of one MoE layer."""
+    if x.dim() == 2 and w1.dim() == 3 and w2.dim() == 3 and ids.dim() == 2:
+        experts, hidden, inter = w2.shape
+        if (
+            x.shape[1] == hidden
+            and w1.shape == (experts, 2 * inter, hidden)
+            and ids.shape == weights.shape
+            and ids.shape[0] == x.shape[0]
+        ):
+            return
+    raise ValueError(
+        f"shapes do not fit: hidden_states {list(x.shape)}, w1 {list(w1.shape)}, w2 {list(w2.shape)}, "
+        f"topk_weights {list(weights.shape)}, topk_ids {list(ids.shape)}"
+    )
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """Keep CUDA's fp32 matmuls from rounding their operands to TF32 (10 bits) meanwhile."""
+    # torch 2.9 added a switch per backend; the old one, kept in step, cannot be read where the two disagree.
+    backends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    switches = [(backend, backend.fp32_precision) for backend in backends if hasattr(backend, "fp32_precision")]
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        precision = "highest"
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for backend, value in switches:
+            backend.fp32_precision = value
