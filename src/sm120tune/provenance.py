@@ -148,17 +148,20 @@ def merge_conflict(old: FileProvenance, new: FileProvenance) -> str | None:
 def merge(old: FileProvenance, new: FileProvenance) -> FileProvenance:
     """Return ``new`` with those rows of ``old`` that it does not have.
 
-    Nothing is lost: a surviving row notes the driver and versions of its own run where they differ from the new
-    run's, and failures add up unless ``new`` replaces every old row. Call :func:`merge_conflict` first.
+    A new row that was only filled in (never timed) gives way to an old one. Nothing is lost: a surviving row notes
+    the driver and versions of its own run where they differ from the new run's, and failures add up unless ``new``
+    replaces every old row. Call :func:`merge_conflict` first.
     """
-    replaced = {row.m for row in new.rows}
+    there = {row.m for row in old.rows}
+    fresh = [row for row in new.rows if row.repetitions or row.m not in there]
+    replaced = {row.m for row in fresh}
     kept = [row for row in old.rows if row.m not in replaced]
     if not kept:
         return new
     own = _run(old)
     if own != _run(new):
         kept = [row if "earlier run" in row.note else replace(row, note=_add_note(row.note, own)) for row in kept]
-    rows = sorted([*kept, *new.rows], key=lambda row: row.m)
+    rows = sorted([*kept, *fresh], key=lambda row: row.m)
     return replace(new, rows=tuple(rows), failures=dict(Counter(old.failures) + Counter(new.failures)))
 
 

@@ -63,6 +63,8 @@ class CompilePool:
         if pending is not None:
             return pending
         result: Future[Outcome] = Future()
+        # A waiter that is cancelled must not cancel what others wait for too.
+        result.set_running_or_notify_cancel()
         self._pending[spec] = result
         task = self._pool.schedule(compile_facts, args=[spec], timeout=self._timeout_s)
         task.add_done_callback(lambda done: self._finish(spec, done, result))

@@ -1,0 +1,62 @@
+"""The command line: one module per command, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+
+import click
+
+from sm120tune import __version__
+from sm120tune.cli.tune import tune_command
+from sm120tune.errors import UserError
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+_IMPLICIT = "tune"
+_OWN_OPTIONS = ("--help", "-h", "--version")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="sm120tune")
+def commands() -> None:
+    """Tune SGLang's fused-MoE Triton kernel and write the pair of config files that SGLang loads.
+
+    `python -m sm120tune --experts 256 --tp 8 --inter 2048` is short for `… tune --experts …`;
+    `python -m sm120tune tune --help` lists its options.
+    """
+
+
+commands.add_command(tune_command)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command; returns the exit code (0 done, 1 fell short, 2 bad input, 130 interrupted)."""
+    args = list(argv)
+    if args and args[0].startswith("-") and args[0] not in _OWN_OPTIONS:
+        args.insert(0, _IMPLICIT)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code = commands.main(args=args, prog_name="sm120tune", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return EXIT_BAD_INPUT
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except UserError as error:
+        return _fail(str(error))
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        print("interrupted; everything finished is saved, the same command goes on from there", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return int(code or 0)
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _fail(message: str) -> int:
+    print(f"sm120tune: error: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_BAD_INPUT

@@ -1,0 +1,178 @@
+"""``sm120tune tune``: the main job."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from sm120tune.cli import report
+from sm120tune.cli.progress import make_observer
+from sm120tune.devices import busy_reason
+from sm120tune.errors import UserError
+from sm120tune.job import Settings
+from sm120tune.measure.lane import TimerName
+from sm120tune.measure.routing import parse_routing
+from sm120tune.problem import DEFAULT_BATCH_SIZES, DTYPES, MoEProblem, check_batch_sizes
+from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
+from sm120tune.tune import RunOptions, tune
+
+DEFAULT_HIDDEN = 6144
+DEFAULT_TOPK = 8
+DEFAULT_TRIALS = {"cuda": 64, "model": 20, "replay": 64}
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The options of the command, as click parsed them."""
+
+    experts: int
+    tp: int
+    ep: int
+    inter: int
+    hidden: int | None
+    topk: int | None
+    dtype: str
+    shared_experts: int
+    batch_sizes: tuple[int, ...]
+    device: str | None
+    device_spec: Path | None
+    gpus: str | None
+    sglang: Path | None
+    output: Path
+    budget: float | None
+    trials: int | None
+    search: str
+    seed: int
+    timer: str | None
+    routing: str
+    workers: int | None
+    fresh: bool
+    replace: bool
+    dry_run: bool
+    quiet: bool
+    as_json: bool
+
+
+def _sizes(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        sizes = [int(part) for part in value.split(",")]
+    except ValueError:
+        raise UserError(f"--batch-sizes {value!r} is no list of integers; write for example 1,64,4096") from None
+    return check_batch_sizes(sizes)
+
+
+_DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
+
+
+@click.command("tune", context_settings={"show_default": True})
+@click.option("--experts", type=int, required=True, help="Routed experts of the model, all ranks together.")
+@click.option("--tp", type=int, default=1, help="Tensor parallel size.")
+@click.option("--ep", type=int, default=1, help="Expert parallel size; tp must be divisible by it.")
+@click.option("--inter", type=int, required=True, help="moe_intermediate_size of the model, before any split.")
+@click.option("--hidden", type=int, help=f"Hidden size.  [default: {DEFAULT_HIDDEN}, GLM-5's]")
+@click.option("--topk", type=int, help=f"Experts per token.  [default: {DEFAULT_TOPK}, GLM-5's]")
+@click.option("--dtype", default="bf16", help=f"One of {', '.join(DTYPES)}.")
+@click.option(
+    "--shared-experts", type=int, default=0, help="Shared experts fused into the routed ones: E+1, topk+1 each."
+)
+@click.option("--batch-sizes", default=_DEFAULT_SIZES, callback=_sizes, help="Values of M (tokens) to tune.")
+@click.option(
+    "--device", help="Card by name, blanks or underscores; one that is not here is estimated.  [default: the local GPU]"
+)
+@click.option("--device-spec", type=click.Path(path_type=Path), help="JSON file that describes an unknown card.")
+@click.option("--gpus", help="Which local GPUs to use, for example 0,1.  [default: all]")
+@click.option(
+    "--sglang", type=click.Path(path_type=Path), help="SGLang checkout or site-packages.  [default: the importable one]"
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path), default=Path("generated_configs"), help="Folder for the results."
+)
+@click.option("--budget", type=float, help="Seconds to spend.  [default: no limit]")
+@click.option(
+    "--trials",
+    type=int,
+    help=f"Pairs to try per M.  [default: {DEFAULT_TRIALS['cuda']}, model {DEFAULT_TRIALS['model']}]",
+)
+@click.option("--search", type=click.Choice(["optuna", "exhaustive"]), default="optuna", help="How to search.")
+@click.option("--seed", type=int, default=0, help="Seed of data, routing and search.")
+@click.option(
+    "--timer", type=click.Choice(["cuda", "model"]), help="Measure or estimate.  [default: cuda where the card is here]"
+)
+@click.option("--routing", default="uniform", help="uniform, balanced or power:ALPHA.")
+@click.option("--workers", type=int, help="Compile processes.  [default: cores less GPUs]")
+@click.option("--fresh", is_flag=True, help="Start over instead of resuming.")
+@click.option("--replace", is_flag=True, help="Overwrite a pair that belongs to another problem.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and stop.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def tune_command(**options: Any) -> int:
+    """Tune one MoE layer shape and write the pair of files that SGLang asks for."""
+    return _tune(TuneOptions(**options))
+
+
+def _tune(options: TuneOptions) -> int:
+    _check_numbers(options)
+    console = report.console(quiet=options.quiet)
+    problem = MoEProblem.from_parallelism(
+        experts=options.experts,
+        tp=options.tp,
+        ep=options.ep,
+        inter=options.inter,
+        hidden=options.hidden if options.hidden is not None else DEFAULT_HIDDEN,
+        topk=options.topk if options.topk is not None else DEFAULT_TOPK,
+        dtype=options.dtype,
+        shared_experts=options.shared_experts,
+    )
+    routing = parse_routing(options.routing)
+    card = resolve_card(
+        CardRequest(options.device, options.device_spec, options.gpus, cast("TimerName | None", options.timer))
+    )
+    settings = Settings(
+        trials=options.trials if options.trials is not None else DEFAULT_TRIALS[card.timer],
+        exhaustive=options.search == "exhaustive",
+        budget_s=options.budget,
+        seed=options.seed,
+    )
+    request = JobRequest(problem, options.batch_sizes, routing, settings, options.sglang, options.output)
+    job = resolve_job(request, card)
+    report.show_assumptions(console, options.hidden is None, options.topk is None, problem, options.ep)
+    report.show_job(console, job, options.output)
+    _warn_if_busy(card)
+    if options.dry_run:
+        plan = report.plan(job, options.workers)
+        report.show_plan(console, plan)
+        if options.as_json:
+            print(json.dumps(plan.to_json(), indent=4))
+        return 0
+    run_options = RunOptions(options.output, options.fresh, options.replace, options.workers)
+    with make_observer(console, quiet=options.quiet) as observer:
+        outcome = tune(job, run_options, observer)
+    report.show_outcome(console, job, outcome)
+    if options.as_json:
+        print(json.dumps(report.outcome_json(job, outcome), indent=4))
+    return 1 if outcome.missing else 0
+
+
+def _check_numbers(options: TuneOptions) -> None:
+    if options.trials is not None and options.trials < 1:
+        raise UserError(f"--trials must be at least 1, not {options.trials}")
+    if options.budget is not None and not options.budget > 0:
+        raise UserError(f"--budget must be above 0 seconds, not {options.budget:g}")
+    if options.workers is not None and options.workers < 1:
+        raise UserError(f"--workers must be at least 1, not {options.workers}")
+    if options.seed < 0:
+        raise UserError(f"--seed must be 0 or more, not {options.seed}")
+    if options.output.exists() and not options.output.is_dir():
+        raise UserError(f"--output {options.output} is a file; give a folder")
+
+
+def _warn_if_busy(card: Card) -> None:
+    for gpu in card.gpus:
+        reason = busy_reason(gpu)
+        if reason is not None:
+            print(f"warning: GPU {gpu.index}: {reason}; times will be off", file=sys.stderr)

@@ -1,0 +1,129 @@
+"""One tuning job: the problem, the card, SGLang's tree and what SGLang would run there today."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sm120tune.compiler import ActivationVariant, CompileSpec, Limits
+from sm120tune.devices import DeviceSpec, LocalGPU
+from sm120tune.measure.lane import TimerName
+from sm120tune.measure.launcher import KernelSource
+from sm120tune.measure.roofline import chain_work, floor_us
+from sm120tune.measure.routing import Routing
+from sm120tune.problem import DEFAULT_BATCH_SIZES, Gemm, MoEProblem
+from sm120tune.search_space import SPACE_VERSION, Space, SpaceLimits, space_hash
+from sm120tune.tiles import Tile, TilePair
+from sm120tune.upstream import SGLangTree
+from sm120tune.upstream.arguments import Variant, variant_for
+from sm120tune.upstream.lookup import BUILT_IN, ConfigLookup, Today
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How hard to search."""
+
+    trials: int
+    """Pairs per M."""
+    exhaustive: bool
+    budget_s: float | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is fixed before the work starts."""
+
+    problem: MoEProblem
+    device: DeviceSpec
+    gpus: tuple[LocalGPU, ...]
+    """Empty when the card is not here and a model answers."""
+    tree: SGLangTree
+    lookup: ConfigLookup
+    source_hash: str
+    pdl: bool
+    """SGLang would launch the GEMMs with programmatic dependent launch."""
+    triton_version: str
+    batch_sizes: tuple[int, ...]
+    routing: Routing
+    timer: TimerName
+    settings: Settings
+
+    @property
+    def limits(self) -> Limits:
+        """What one block may use on the card."""
+        return Limits(self.device.shared_memory_per_block, self.device.registers_per_sm)
+
+    @property
+    def kind(self) -> Literal["measured", "estimated", "replayed"]:
+        """Which part of the output folder the result belongs to."""
+        return {"cuda": "measured", "model": "estimated", "replay": "replayed"}[self.timer]  # type: ignore[return-value]
+
+    @property
+    def source(self) -> KernelSource:
+        """What GPU workers launch from."""
+        return KernelSource(self.spec(ActivationVariant(0)))
+
+    def spec(self, variant: Variant | ActivationVariant) -> CompileSpec:
+        """Return the compile request of one variant for this card."""
+        return CompileSpec(
+            self.tree.package, self.source_hash, self.triton_version, self.device.arch, self.problem, variant
+        )
+
+    def variant(self, m: int, gemm: Gemm, tile: Tile, *, sorted_intermediate: bool = False) -> Variant:
+        """Return the binary that SGLang would run for one GEMM at M."""
+        return variant_for(self.problem, gemm, tile, m=m, sorted_intermediate=sorted_intermediate, pdl=self.pdl)
+
+    def chain_specs(self, m: int, pair: TilePair) -> tuple[CompileSpec, ...]:
+        """Return the compile requests of everything that a pair's chain launches."""
+        sorted_rows = pair.down.USE_TMA
+        variants = (
+            self.variant(m, Gemm.GATE_UP, pair.gate_up, sorted_intermediate=sorted_rows),
+            ActivationVariant(pair.block_size_m if sorted_rows else 0, sorted_rows),
+            self.variant(m, Gemm.DOWN, pair.down, sorted_intermediate=sorted_rows),
+        )
+        return tuple(self.spec(variant) for variant in variants)
+
+    def space(self, m: int) -> Space:
+        """Return the candidates at M."""
+        return Space(
+            self.problem, m, SpaceLimits(self.device.shared_memory_per_block), exhaustive=self.settings.exhaustive
+        )
+
+    def today(self, m: int) -> Today:
+        """Return what SGLang would run at M without a new file."""
+        return self.lookup.todays_pair(self.problem, m)
+
+    def floor(self, m: int) -> tuple[float, Literal["bandwidth", "compute"]]:
+        """Return the roofline of the chain at M in µs, and which roof binds."""
+        work = chain_work(self.problem, m, self.routing)
+        return floor_us(work, self.device.bandwidth, self.device.bf16_flops)
+
+    def ladder_keys(self, kept: frozenset[int]) -> tuple[int, ...]:
+        """Return every M that the written ladder needs.
+
+        The default sizes, those asked for, and today's keys: a shorter file would serve far larger M with its last
+        row. Where SGLang's built-in default changes at E and the row below it is only kept, a key at E+1 keeps the
+        change where it is today.
+        """
+        keys = {*DEFAULT_BATCH_SIZES, *self.batch_sizes, *self.lookup.file_keys(self.problem)}
+        experts = self.problem.experts
+        below = max((key for key in keys if key <= experts), default=None)
+        if below in kept and experts + 1 not in keys and self.today(experts + 1).up_source == BUILT_IN:
+            keys.add(experts + 1)
+        return tuple(sorted(keys))
+
+    def identity(self) -> dict[str, Any]:
+        """Return what makes two runs the same run, for resuming."""
+        driver = sorted({gpu.driver for gpu in self.gpus})
+        return {
+            "problem": self.problem.to_json(),
+            "device": self.device.name,
+            "driver": driver,
+            "triton": self.triton_version,
+            "kernel_source": self.source_hash,
+            "space": {"version": SPACE_VERSION, "hash": space_hash(), "exhaustive": self.settings.exhaustive},
+            "timer": self.timer,
+            "routing": str(self.routing),
+            "seed": self.settings.seed,
+        }

@@ -1,0 +1,44 @@
+"""Where times come from, as the runner sees it: one lane per GPU, or one for a model or a recorded table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol
+
+from sm120tune.compiler import TileFacts
+from sm120tune.failures import Failure
+from sm120tune.measure.results import Estimated, GemmRequest, Measured, RaceLane, RaceRequest, VerifyRequest
+from sm120tune.reference import ErrorMeasure
+
+TimerName = Literal["cuda", "model", "replay"]
+GemmTime = Measured | Estimated
+
+
+class Timer(Protocol):
+    """Answers requests in the order they were made; futures never raise, a failure is an answer."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls this lane: the GPU's index and name, or the model's."""
+
+    @property
+    def timer(self) -> TimerName:
+        """How the times come about."""
+
+    def time_gemm(self, request: GemmRequest, facts: TileFacts) -> Future[GemmTime | Failure]:
+        """Time one GEMM that was compiled to ``facts``."""
+
+    def race(self, request: RaceRequest) -> Future[list[RaceLane] | Failure]:
+        """Time several pairs' chains in common rounds."""
+
+    def verify(self, request: VerifyRequest) -> Future[ErrorMeasure | Failure | None]:
+        """Compare a pair with the reference; None where nothing can be run."""
+
+    def stop(self) -> None:
+        """End at once."""
+
+
+def read_timing(timer: TimerName, data: Mapping[str, Any]) -> GemmTime:
+    """Rebuild a time that the journal kept."""
+    return Estimated.from_json(dict(data)) if timer == "model" else Measured.from_json(dict(data))

@@ -1,0 +1,160 @@
+"""One problem's tensors on one GPU, allocated once, and the launches over them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sm120tune.measure.align import Alignment, align
+from sm120tune.measure.routing import Routing, topk_ids, topk_weights
+from sm120tune.problem import MoEProblem
+
+COLD_FACTOR = 4
+"""A rotation touches this many times the L2 before it comes back to the same bytes."""
+
+_MAX_ROTATION = 32
+_MIN_ROTATION_SMALL_M = 8
+_SMALL_M = 64
+_MIN_ROTATION = 2
+_MAX_COPIES = 64
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def weight_bytes(problem: MoEProblem) -> int:
+    """Return the bytes of one copy of both weights: ``E * 3 * N * hidden`` elements."""
+    return problem.experts * 3 * problem.intermediate * problem.hidden * problem.element_bytes
+
+
+def activation_bytes(problem: MoEProblem, max_m: int, max_block_m: int = 256) -> int:
+    """Return the bytes of all activations of one call with M tokens, padding for sorted intermediates included."""
+    rows = max_m * problem.topk
+    padded = rows + min(rows, problem.experts + 1) * (max_block_m - 1)
+    per_row = 3 * problem.intermediate
+    elements = max_m * problem.hidden + padded * per_row + rows * problem.hidden
+    return elements * problem.element_bytes
+
+
+def weight_copies(problem: MoEProblem, l2_bytes: int, free_bytes: int, max_m: int) -> int:
+    """Return how many copies of the weights to rotate so that they outsize the L2, memory allowing."""
+    one = weight_bytes(problem)
+    wanted = min(_MAX_COPIES, max(1, math.ceil(COLD_FACTOR * l2_bytes / one)))
+    room = int(0.8 * free_bytes) - activation_bytes(problem, max_m)
+    return max(1, min(wanted, room // one))
+
+
+@dataclass(frozen=True)
+class Route:
+    """One routing of M tokens: int32 ids and float32 weights, both ``[M, topk]``."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of one call: inputs, weights and the three intermediates, cut to this call's rows."""
+
+    hidden_states: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    gate_up_out: torch.Tensor
+    activated: torch.Tensor
+    down_out: torch.Tensor
+    route: Route
+
+
+class Workload:
+    """Weights, activations and routings of one problem, for every M up to ``max_m``.
+
+    Raises ``torch.cuda.OutOfMemoryError`` when they do not fit.
+    """
+
+    def __init__(
+        self, problem: MoEProblem, routing: Routing, *, max_m: int, copies: int, seed: int, device: torch.device
+    ) -> None:
+        self.problem = problem
+        self.device = device
+        self.routing = routing
+        self.seed = seed
+        self.copies = copies
+        self._dtype = _DTYPES[problem.dtype]
+        generator = torch.Generator(device=device).manual_seed(seed)
+        e, n, k = problem.experts, problem.intermediate, problem.hidden
+        # Scaled by the reduction length, so that every activation stays near 1 whatever the shape.
+        self._w1 = [self._random((e, 2 * n, k), 1 / math.sqrt(k), generator) for _ in range(copies)]
+        self._w2 = [self._random((e, k, n), 1 / math.sqrt(n), generator) for _ in range(copies)]
+        rows = max_m * problem.topk
+        padded = rows + min(rows, e + 1) * 255
+        self._hidden = self._random((max_m, k), 1.0, generator)
+        self._gate_up_out = torch.zeros((padded, 2 * n), dtype=self._dtype, device=device)
+        self._activated = self._random((padded, n), 1.0, generator)
+        self._down_out = torch.zeros((rows, k), dtype=self._dtype, device=device)
+        self._routes: dict[tuple[int, int], Route] = {}
+        self._alignments: dict[tuple[int, int, int], Alignment] = {}
+
+    def rotation(self, m: int, l2_bytes: int, bytes_per_call: float) -> int:
+        """Return how many different calls one graph holds, so that its bytes outsize the L2."""
+        least = max(_MIN_ROTATION_SMALL_M if m <= _SMALL_M else _MIN_ROTATION, self.copies)
+        wanted = math.ceil(COLD_FACTOR * l2_bytes / max(bytes_per_call, 1.0))
+        return min(_MAX_ROTATION, max(least, wanted))
+
+    def operands(self, m: int, index: int, rows: int) -> Operands:
+        """Return the tensors of the ``index``-th call of a rotation; ``rows`` is the intermediate's row count."""
+        copy = index % self.copies
+        return Operands(
+            hidden_states=self._hidden[:m],
+            w1=self._w1[copy],
+            w2=self._w2[copy],
+            gate_up_out=self._gate_up_out[:rows],
+            activated=self._activated[:rows],
+            down_out=self._down_out[: m * self.problem.topk],
+            route=self._route(m, index),
+        )
+
+    def alignment(self, m: int, index: int, block_size_m: int) -> Alignment:
+        """Return the row order of the ``index``-th routing, made once per M and BLOCK_SIZE_M."""
+        key = (m, index, block_size_m)
+        if key not in self._alignments:
+            self._alignments[key] = align(self._route(m, index).ids, block_size_m, self.problem.experts)
+        return self._alignments[key]
+
+    def fresh(self, m: int, rows: int, seed: int) -> Operands:
+        """Return a call on new random tokens and a new routing, every output filled with NaN."""
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        operands = self.operands(m, 0, rows)
+        for output in (operands.gate_up_out, operands.activated, operands.down_out):
+            output.fill_(math.nan)
+        return Operands(
+            hidden_states=self._random((m, self.problem.hidden), 1.0, generator),
+            w1=operands.w1,
+            w2=operands.w2,
+            gate_up_out=operands.gate_up_out,
+            activated=operands.activated,
+            down_out=operands.down_out,
+            route=self._make_route(m, seed),
+        )
+
+    def refill(self) -> None:
+        """Replace the NaN that :meth:`fresh` left: down alone is timed on ordinary numbers."""
+        self._gate_up_out.zero_()
+        generator = torch.Generator(device=self.device).manual_seed(self.seed)
+        self._activated.normal_(generator=generator)
+
+    def _route(self, m: int, index: int) -> Route:
+        key = (m, index)
+        if key not in self._routes:
+            self._routes[key] = self._make_route(m, self.seed * 1009 + index)
+        return self._routes[key]
+
+    def _make_route(self, m: int, seed: int) -> Route:
+        return Route(
+            topk_ids(self.problem, m, self.routing, seed, self.device),
+            topk_weights(self.problem, m, self.routing, seed, self.device),
+        )
+
+    def _random(self, shape: tuple[int, ...], scale: float, generator: torch.Generator) -> torch.Tensor:
+        tensor: Any = torch.empty(shape, dtype=self._dtype, device=self.device)
+        return tensor.normal_(0.0, scale, generator=generator)  # type: ignore[no-any-return]

@@ -1,0 +1,169 @@
+"""From what a person asked for to a job: the card, the timer, SGLang's tree, and everything checked beforehand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sm120tune.devices import (
+    DEFAULT_DEVICE_NAME,
+    DeviceSpec,
+    LocalGPU,
+    find_device,
+    load_device_spec,
+    local_gpus,
+)
+from sm120tune.errors import UserError
+from sm120tune.job import Job, Settings
+from sm120tune.measure.lane import TimerName
+from sm120tune.measure.routing import Routing
+from sm120tune.measure.workload import activation_bytes, weight_bytes
+from sm120tune.problem import MoEProblem
+from sm120tune.upstream import SGLangTree, find_sglang
+from sm120tune.upstream.arguments import launch_flags
+from sm120tune.upstream.lookup import ConfigLookup, Target
+from sm120tune.upstream.source import load_kernels
+
+_USABLE_SHARE = 0.95
+"""Of the free memory; the rest is for CUDA graphs and binaries."""
+
+
+@dataclass(frozen=True)
+class CardRequest:
+    """What a person said about the card and the timer."""
+
+    device: str | None
+    device_spec: Path | None
+    gpus: str | None
+    timer: TimerName | None
+
+
+@dataclass(frozen=True)
+class Card:
+    """The card that is tuned for, and the local GPUs that time it (none for a model)."""
+
+    spec: DeviceSpec
+    gpus: tuple[LocalGPU, ...]
+    timer: TimerName
+
+
+def resolve_card(request: CardRequest) -> Card:
+    """Decide for which card and how to time.
+
+    A card that is not in this machine means the model. Raises UserError for an unknown card, a GPU that is not
+    there, GPUs of different cards, or ``--timer cuda`` without a GPU.
+    """
+    if request.device_spec is not None:
+        if request.timer == "cuda":
+            raise UserError("--device-spec describes a card that is not here; --timer cuda cannot time it")
+        return Card(load_device_spec(request.device_spec), (), "model")
+    if request.timer == "model" and request.device is not None:
+        return Card(find_device(request.device), (), "model")
+    local = _chosen(local_gpus(), request.gpus)
+    if request.device is not None:
+        local = tuple(gpu for gpu in local if _same_name(gpu.spec.name, request.device))
+    if not local:
+        if request.timer == "cuda":
+            wanted = f"no {request.device}" if request.device else "no GPU that torch can use"
+            raise UserError(f"--timer cuda: there is {wanted} here; use --timer model for an estimate")
+        return Card(find_device(request.device or DEFAULT_DEVICE_NAME), (), "model")
+    first = local[0].spec
+    other = next((gpu for gpu in local if gpu.spec.name != first.name), None)
+    if other is not None:
+        raise UserError(
+            f"GPU {local[0].index} is a {first.name}, GPU {other.index} a {other.spec.name}; "
+            "choose GPUs of one card with --gpus or --device"
+        )
+    if request.timer == "model":
+        return Card(first, (), "model")
+    return Card(first, local, "cuda")
+
+
+def _same_name(one: str, other: str) -> bool:
+    return one.replace("_", " ").lower() == other.replace("_", " ").lower()
+
+
+def _chosen(gpus: tuple[LocalGPU, ...], text: str | None) -> tuple[LocalGPU, ...]:
+    if text is None or text == "all":
+        return gpus
+    by_index = {gpu.index: gpu for gpu in gpus}
+    chosen: dict[int, LocalGPU] = {}
+    for part in text.split(","):
+        if not part.strip().isdigit() or int(part) not in by_index:
+            there = ", ".join(str(index) for index in by_index) or "none"
+            raise UserError(f"--gpus {text}: there is no GPU {part.strip()!r} here (there are: {there})")
+        chosen[int(part)] = by_index[int(part)]
+    return tuple(chosen.values())
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A checked problem and how to tune it."""
+
+    problem: MoEProblem
+    batch_sizes: tuple[int, ...]
+    routing: Routing
+    settings: Settings
+    sglang: Path | None
+    output: Path
+
+
+def resolve_job(request: JobRequest, card: Card) -> Job:
+    """Load SGLang's source for the card and check that the problem fits; raises UserError."""
+    import triton
+
+    tree = find_sglang(request.sglang)
+    kernels = load_kernels(tree)
+    target = Target(card.spec.name, card.spec.shared_memory_per_block, triton.__version__)
+    config_dir = os.environ.get("SGLANG_MOE_CONFIG_DIR")
+    folder = Path(config_dir) if config_dir else None
+    names = ConfigLookup(tree, target, config_dir=folder).file_names(request.problem)
+    lookup = ConfigLookup(tree, target, config_dir=folder, hidden_files=_own_files(tree, folder, request.output, names))
+    _check_memory(request.problem, max(request.batch_sizes), card.gpus)
+    return Job(
+        problem=request.problem,
+        device=card.spec,
+        gpus=card.gpus,
+        tree=tree,
+        lookup=lookup,
+        source_hash=kernels.source_hash,
+        pdl=launch_flags(kernels.fused_moe, card.spec.arch).pdl,
+        triton_version=triton.__version__,
+        batch_sizes=request.batch_sizes,
+        routing=request.routing,
+        timer=card.timer,
+        settings=request.settings,
+    )
+
+
+def _own_files(tree: SGLangTree, config_dir: Path | None, output: Path, names: Sequence[str]) -> list[Path]:
+    """Return the config files that this tool made: they do not count as what SGLang runs today.
+
+    A file is ours when provenance lies beside its tree, or when it is a copy of one in the output folder.
+    """
+    base = config_dir if config_dir is not None else tree.configs_dir.parent
+    ours: list[Path] = []
+    for name in names:
+        written = [path.read_bytes() for path in output.glob(f"*/configs/triton_*/{_literal(name)}")]
+        for path in (base / "configs").glob(f"triton_*/{_literal(name)}"):
+            recorded = (base / "provenance" / path.parent.name / name).is_file()
+            if recorded or path.read_bytes() in written:
+                ours.append(path)
+    return ours
+
+
+def _literal(name: str) -> str:
+    """Escape a file name for glob: block shapes have brackets."""
+    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+
+
+def _check_memory(problem: MoEProblem, max_m: int, gpus: Sequence[LocalGPU]) -> None:
+    needed = weight_bytes(problem) + activation_bytes(problem, max_m)
+    for gpu in gpus:
+        if needed > _USABLE_SHARE * gpu.free_bytes:
+            raise UserError(
+                f"GPU {gpu.index}: {problem} with M={max_m} needs {needed / 2**30:.1f} GiB, "
+                f"{gpu.free_bytes / 2**30:.1f} GiB are free; end other jobs, use a larger --tp or smaller --batch-sizes"
+            )

@@ -1,0 +1,193 @@
+"""Which tiles are candidates, which of them cannot run, and which heuristics thin them out.
+
+A *cut* removes only what cannot run on the card or is the same program as another candidate. A *heuristic* may
+remove a winner; it has a name and is off under ``--search exhaustive``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from optuna.distributions import CategoricalDistribution
+
+from sm120tune.problem import Gemm, MoEProblem
+from sm120tune.tiles import Tile, TilePair
+
+SPACE_VERSION = 1
+"""Part of a run's identity: a changed space starts a new journal."""
+
+VALUES: Mapping[str, tuple[int, ...]] = {
+    "BLOCK_SIZE_M": (16, 32, 64, 128, 256),
+    "BLOCK_SIZE_N": (16, 32, 64, 128, 256),
+    "BLOCK_SIZE_K": (32, 64, 128, 256),
+    "GROUP_SIZE_M": (1, 8, 16, 32, 64),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4, 5),
+}
+"""Upstream's 1,920 tiles, plus BLOCK_SIZE_N 16, BLOCK_SIZE_K 32 and the GROUP_SIZE_M 8 of its bf16 default."""
+
+_TUNED_PER_GEMM = tuple(name for name in VALUES if name != "BLOCK_SIZE_M")
+
+
+@dataclass(frozen=True)
+class SpaceLimits:
+    """What the cuts need to know of the card."""
+
+    shared_memory_per_block: int
+
+
+def staged_shared_bytes(tile: Tile, element_bytes: int) -> int:
+    """Return ``(num_stages-1) * (BLOCK_SIZE_M+BLOCK_SIZE_N) * BLOCK_SIZE_K * bytes``: a lower bound of shared memory.
+
+    Exact for bf16 on SM120; SM90 keeps one buffer more where it uses wgmma. A tile above the card's limit by this
+    formula cannot run on either.
+    """
+    per_stage = (tile.BLOCK_SIZE_M + tile.BLOCK_SIZE_N) * tile.BLOCK_SIZE_K * element_bytes
+    return (tile.num_stages - 1) * per_stage
+
+
+@functools.cache
+def every_tile() -> tuple[Tile, ...]:
+    """Return the whole base space before any cut."""
+    rows = (dict(zip(VALUES, values, strict=True)) for values in itertools.product(*VALUES.values()))
+    return tuple(Tile.from_row(row) for row in rows)
+
+
+def same_program_group(problem: MoEProblem, m: int, tile: Tile) -> int:
+    """Return the smallest GROUP_SIZE_M of the space that runs the same block order as this tile's.
+
+    From ``ceil(EM / BLOCK_SIZE_M)`` on, one group holds every row block and a larger value changes nothing.
+    """
+    blocks = -(-problem.padded_rows(m, tile.BLOCK_SIZE_M) // tile.BLOCK_SIZE_M)
+    if tile.GROUP_SIZE_M < blocks:
+        return tile.GROUP_SIZE_M
+    return min((g for g in VALUES["GROUP_SIZE_M"] if g >= blocks), default=tile.GROUP_SIZE_M)
+
+
+def cut_reason(problem: MoEProblem, m: int, tile: Tile, limits: SpaceLimits) -> str | None:
+    """Return why a tile need not be tried at M, or None: the two cuts, which lose nothing."""
+    needed = staged_shared_bytes(tile, problem.element_bytes)
+    if needed > limits.shared_memory_per_block:
+        return f"shared memory: {needed:,} of {limits.shared_memory_per_block:,} B"
+    same = same_program_group(problem, m, tile)
+    if same < tile.GROUP_SIZE_M:
+        return f"the same program as GROUP_SIZE_M {same}"
+    return None
+
+
+Heuristic = Callable[[MoEProblem, int, Tile], bool]
+"""Says whether a tile is worth trying at M; may be wrong."""
+
+
+def _rows_fit(problem: MoEProblem, m: int, tile: Tile) -> bool:
+    # With a quarter of a block's rows in use on average, three quarters of its tensor work is padding.
+    per_expert = m * problem.topk / problem.router_experts
+    return tile.BLOCK_SIZE_M <= max(16, 8 * per_expert)
+
+
+def _accumulator_fits(_problem: MoEProblem, _m: int, tile: Tile) -> bool:
+    # 256 float32 accumulators a thread are more than there are registers for: such tiles spill.
+    return tile.BLOCK_SIZE_M * tile.BLOCK_SIZE_N <= 256 * 32 * tile.num_warps // 2
+
+
+def _columns_exist(problem: MoEProblem, _m: int, tile: Tile) -> bool:
+    return problem.gemm(Gemm.GATE_UP).n >= tile.BLOCK_SIZE_N
+
+
+HEURISTICS: Mapping[str, Heuristic] = {
+    "rows-fit": _rows_fit,
+    "accumulator-fits": _accumulator_fits,
+    "columns-exist": _columns_exist,
+}
+
+
+@dataclass(frozen=True)
+class Space:
+    """The candidates of one problem at one M on one card."""
+
+    problem: MoEProblem
+    m: int
+    limits: SpaceLimits
+    exhaustive: bool = False
+
+    def allows(self, tile: Tile) -> bool:
+        """Whether a tile survives the cuts, and the heuristics unless the search is exhaustive."""
+        if cut_reason(self.problem, self.m, tile, self.limits) is not None:
+            return False
+        return self.exhaustive or all(keep(self.problem, self.m, tile) for keep in HEURISTICS.values())
+
+    def tiles(self) -> tuple[Tile, ...]:
+        """Return every candidate of the base space."""
+        return tuple(tile for tile in every_tile() if self.allows(tile))
+
+    def canonical(self, tile: Tile) -> Tile:
+        """Return the candidate that is the same program as this tile."""
+        same = same_program_group(self.problem, self.m, tile)
+        return tile if same >= tile.GROUP_SIZE_M else replace(tile, GROUP_SIZE_M=same)
+
+    def neighbours(self, tile: Tile) -> tuple[Tile, ...]:
+        """Return the candidates one value away in one field, BLOCK_SIZE_M kept: what a coordinate walk visits."""
+        found: list[Tile] = []
+        for name in _TUNED_PER_GEMM:
+            values = VALUES[name]
+            current = getattr(tile, name)
+            below = [v for v in values if v < current][-1:]
+            above = [v for v in values if v > current][:1]
+            found += [Tile.from_row({**tile.to_row(), name: value}) for value in below + above]
+        return tuple(other for other in found if self.allows(other))
+
+
+def count_tiles(spaces: Iterable[Space]) -> tuple[int, int]:
+    """Return how many candidates there are over all M before and after the cuts and heuristics."""
+    before = after = 0
+    for space in spaces:
+        tiles = every_tile()
+        before += len(tiles)
+        after += sum(space.allows(tile) for tile in tiles)
+    return before, after
+
+
+def distributions() -> dict[str, CategoricalDistribution]:
+    """Return Optuna's distributions of a pair: one per tile parameter, BLOCK_SIZE_M shared by both GEMMs."""
+    result = {"BLOCK_SIZE_M": CategoricalDistribution(VALUES["BLOCK_SIZE_M"])}
+    for gemm in Gemm:
+        for name in _TUNED_PER_GEMM:
+            result[f"{gemm.value}.{name}"] = CategoricalDistribution(VALUES[name])
+    return result
+
+
+def space_hash() -> str:
+    """Return a short hash of the space; a study is named after it, since Optuna refuses a changed one."""
+    content = json.dumps({"version": SPACE_VERSION, **{k: list(v) for k, v in VALUES.items()}}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def pair_to_params(pair: TilePair) -> dict[str, int] | None:
+    """Return a pair as Optuna parameters, or None when a value lies outside the space (or TMA is on)."""
+    params = {"BLOCK_SIZE_M": pair.block_size_m}
+    for gemm, tile in ((Gemm.GATE_UP, pair.gate_up), (Gemm.DOWN, pair.down)):
+        if tile.USE_TMA:
+            return None
+        for name in _TUNED_PER_GEMM:
+            params[f"{gemm.value}.{name}"] = getattr(tile, name)
+    inside = all(value in VALUES[name.rpartition(".")[2]] for name, value in params.items())
+    return params if inside else None
+
+
+def params_to_pair(params: Mapping[str, int]) -> TilePair:
+    """Return the pair that Optuna's parameters describe."""
+    tiles = [
+        Tile.from_row(
+            {
+                "BLOCK_SIZE_M": params["BLOCK_SIZE_M"],
+                **{name: params[f"{gemm.value}.{name}"] for name in _TUNED_PER_GEMM},
+            }
+        )
+        for gemm in Gemm
+    ]
+    return TilePair(tiles[0], tiles[1])

@@ -1,0 +1,170 @@
+"""Run one job from its start to the written pair."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sm120tune import __version__
+from sm120tune.compiler.cache import CompileCache
+from sm120tune.compiler.pool import CompilePool
+from sm120tune.devices import LocalGPU
+from sm120tune.errors import UserError
+from sm120tune.failures import Failure
+from sm120tune.job import Job
+from sm120tune.measure.gpu_lane import GpuLane
+from sm120tune.measure.lane import Timer
+from sm120tune.measure.model_lane import ModelLane
+from sm120tune.measure.worker import WorkerSetup
+from sm120tune.measure.workload import weight_copies
+from sm120tune.observer import Observer
+from sm120tune.provenance import FileProvenance
+from sm120tune.runner import Runner, RunResult
+from sm120tune.search.journal import Journal
+from sm120tune.state import cache_root
+from sm120tune.writer import Ladder, WrittenPair, write_ladder
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished job leaves."""
+
+    result: RunResult
+    written: WrittenPair
+    missing: tuple[int, ...]
+    """Asked for, but without any pair that runs."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run a job, apart from what is tuned."""
+
+    output: Path
+    fresh: bool = False
+    replace: bool = False
+    workers: int | None = None
+    """Compile processes; None leaves one core to each GPU's process."""
+
+
+def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
+    """Tune and write; raises UserError, and KeyboardInterrupt with every finished trial in the journal."""
+    begin = time.monotonic()
+    root = cache_root()
+    journal = Journal(root / "runs", job.identity(), fresh=options.fresh)
+    cache = CompileCache(root / "compile")
+    workers = options.workers or max(1, (os.cpu_count() or 1) - len(job.gpus))
+    pool = CompilePool(cache, workers)
+    lanes: list[Timer] = []
+    try:
+        observer.phase("start", max(1, len(job.gpus)))
+        lanes = _start_lanes(job, cache, observer)
+        started = time.monotonic() - begin
+        try:
+            result = asyncio.run(Runner(job, pool, lanes, journal, observer).run())
+        except* UserError as group:
+            raise _first(group) from None
+    finally:
+        for lane in lanes:
+            lane.stop()
+        pool.stop()
+    result.seconds = {"start": started, **result.seconds}
+    written = write_ladder(options.output, _ladder(job, result), replace=options.replace)
+    done = {row.m for row in result.rows}
+    return Outcome(
+        result=result,
+        written=written,
+        missing=tuple(m for m in job.batch_sizes if m not in done),
+        seconds=time.monotonic() - begin,
+    )
+
+
+def _first(group: BaseExceptionGroup[UserError]) -> UserError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, UserError)
+    return error
+
+
+def _start_lanes(job: Job, cache: CompileCache, observer: Observer) -> list[Timer]:
+    if job.timer != "cuda":
+        observer.advance()
+        return [ModelLane(job.problem, job.device, job.routing)]
+    lanes = [GpuLane(f"GPU {gpu.index}", _setup(job, gpu, cache), observer.event) for gpu in job.gpus]
+    try:
+        _await_workers(lanes, observer)
+    except BaseException:
+        for lane in lanes:
+            lane.stop()
+        raise
+    return list(lanes)
+
+
+def _setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
+    max_m = max(job.batch_sizes)
+    return WorkerSetup(
+        visible_device=gpu.visible_token,
+        source=job.source,
+        routing=job.routing,
+        max_m=max_m,
+        copies=weight_copies(job.problem, job.device.l2_bytes, gpu.free_bytes, max_m),
+        seed=job.settings.seed,
+        triton_folder=cache.triton_folder,
+    )
+
+
+def _await_workers(lanes: Sequence[GpuLane], observer: Observer) -> None:
+    for lane, future in [(lane, lane.prepare()) for lane in lanes]:
+        info = future.result()
+        if isinstance(info, Failure):
+            raise UserError(f"{lane.name}: cannot start ({info.kind.value}: {info.message})")
+        observer.event(
+            f"{lane.name}: {info.device_name}, {info.allocated_bytes / 2**30:.1f} GiB allocated, "
+            f"copies {info.copy_bandwidth / 1e12:.2f} TB/s"
+        )
+        observer.advance()
+
+
+def _ladder(job: Job, result: RunResult) -> Ladder:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        torch_version = version("torch")
+    except PackageNotFoundError:
+        torch_version = "unknown"
+    up_name, down_name = job.lookup.file_names(job.problem)
+    provenance = FileProvenance(
+        tool_version=__version__,
+        kind=job.kind,
+        problem=job.problem,
+        device={
+            "name": job.device.name,
+            "capability": list(job.device.capability),
+            "driver": ", ".join(sorted({gpu.driver for gpu in job.gpus})) or "none",
+        },
+        versions={"torch": torch_version, "triton": job.triton_version, "sglang": job.tree.version},
+        kernel_source_hash=job.source_hash,
+        search={
+            "search": "exhaustive" if job.settings.exhaustive else "optuna",
+            "trials": job.settings.trials,
+            "budget_s": job.settings.budget_s,
+            "seed": job.settings.seed,
+            "space": job.identity()["space"],
+            "gpus": len(job.gpus),
+            "seconds": {name: round(value, 1) for name, value in result.seconds.items()},
+            "compiled": result.compiled,
+            "timed": result.timed,
+            "resumed": result.resumed,
+        },
+        failures=dict(result.failures),
+        rows=result.rows,
+    )
+    rows = {row.m: row.chosen for row in result.rows}
+    if not rows:
+        raise UserError("no M has a pair that runs on this card; nothing was written")
+    return Ladder(up_name, down_name, job.triton_version, rows, provenance)
