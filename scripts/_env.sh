@@ -71,7 +71,7 @@ ready() { has tune && { [[ $LAYER == tune ]] || has dev; }; }
 # -I and the variables: nobody's PYTHONPATH, --user or --target reaches into the new environment.
 venv_pip() {
     env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT PIP_USER=0 "$VENV/bin/python" -I -m pip --quiet --no-input \
-        --disable-pip-version-check "$@" >&2
+        --disable-pip-version-check "$1" --no-warn-conflicts "${@:2}" >&2
 }
 
 must() { "$@" || die "could not be installed (see above): pip ${*:2}"; }
@@ -100,16 +100,20 @@ make_base() {
     mapfile -t needs < <("$BASE" "$PROBE" needs "$ROOT")
     # Taken away only while nobody runs in it; a look at the stamp takes a moment, a run takes longer.
     flock -w 2 -x 8 || die "${VENV##*/} has to be made anew, but a run is using it: wait for its end"
+    if [[ $KIND == overlay ]]; then
+        say "making ${VENV##*/} on top of $BASE, once"
+    else
+        say "making ${VENV##*/}, once: $TORCH${TRITON:+, $TRITON}, $SGLANG"
+        needs=("$TORCH" "${needs[@]}")
+    fi
+    rm -f "$VENV"/.stamp-* # first, so that a removal that is interrupted leaves no stamp
     rm -rf "$VENV"
     flock -u 8
     "$BASE" -I -m venv "$VENV" >&2 || die "$BASE can't make an environment (Debian, Ubuntu: install python3-venv)"
     if [[ $KIND == overlay ]]; then
-        say "making ${VENV##*/} on top of $BASE, once"
         "$BASE" "$PROBE" overlay "$VENV"
-    else
-        say "making ${VENV##*/}, once: $TORCH${TRITON:+, $TRITON}, $SGLANG"
-        [[ $HARDWARE == gpu ]] || torch_cpu_build
-        needs=("$TORCH" "${needs[@]}")
+    elif [[ $HARDWARE == cpu ]]; then
+        torch_cpu_build
     fi
     must venv_pip install "${needs[@]}"
     if [[ $KIND == own ]]; then

@@ -100,7 +100,8 @@ case "$*" in
         echo "venv" >>"$STUB_LOG" ;;
     *"-m pip "*)
         all=$*
-        echo "${{all#*--disable-pip-version-check }}" >>"$STUB_LOG"
+        all=${{all#*--disable-pip-version-check }}
+        echo "${{all/ --no-warn-conflicts/}}" >>"$STUB_LOG"
         sleep "${{STUB_SLEEP:-0}}"
         if [[ -n ${{STUB_FAIL:-}} && $* == *$STUB_FAIL* ]]; then echo "no way" >&2; exit 1; fi ;;
     "-m sm120tune"* | "-m pytest"*) echo "$0 $*" ;;
