@@ -59,7 +59,9 @@ class Judge:
         self.fused_moe = fused_moe
         self.topk_output = StandardTopKOutput
         self.config = MoeRunnerConfig(
-            num_experts=problem.router_experts + problem.shared_experts, num_local_experts=problem.experts
+            num_experts=problem.router_experts + problem.shared_experts,
+            num_local_experts=problem.experts,
+            inplace=False,
         )
         dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
         e, n, k = problem.experts, problem.intermediate, problem.hidden
