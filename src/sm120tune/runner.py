@@ -51,7 +51,7 @@ class RunResult:
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by phase."""
     compiled: int = 0
-    """Variants whose outcome was asked for."""
+    """Variants compiled, those found in the cache not counted."""
     resumed: int = 0
     """Pairs taken from the journal."""
     timed: int = 0
@@ -95,6 +95,7 @@ class Runner:
             await self._over_lanes(tuple(self._steps), self._counted(settler.decide), active=1)
         self._result.rows = settler.rows(self._observer.row)
         self._result.failures = settler.failures()
+        self._result.compiled = self._pool.compiled
         return self._result
 
     @asynccontextmanager
@@ -198,7 +199,6 @@ class Runner:
             del self._inflight[step.m, half]
 
     async def _compile(self, spec: Any) -> TileFacts | Failure:
-        self._result.compiled += 1
         future = self._pool.submit(spec)
         self._observer.compiling(self._pool.pending)
         outcome = await asyncio.wrap_future(future)

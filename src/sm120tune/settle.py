@@ -18,7 +18,7 @@ from sm120tune.measure.results import RaceRequest, VerifyRequest, What, half_qua
 from sm120tune.provenance import RowProvenance, RowStatus
 from sm120tune.reference import ErrorMeasure, is_correct
 from sm120tune.search.journal import Journal
-from sm120tune.search.race import Ratio, compare, compare_estimates
+from sm120tune.search.race import ESTIMATE_LEAST_M, Ratio, compare, compare_estimates
 from sm120tune.search.step import SearchStep
 from sm120tune.tiles import TilePair
 from sm120tune.upstream.lookup import Today
@@ -43,6 +43,7 @@ class _Final:
     error: ErrorMeasure | None = None
     ratio: Ratio | None = None
     failures: Counter[str] = field(default_factory=Counter)
+    note: str = ""
 
 
 class Settler:
@@ -75,6 +76,9 @@ class Settler:
     async def verify(self, m: int, lane: Timer) -> None:
         """Find the best finalist whose result is right; one that is wrong is never written."""
         final = self._finals[m]
+        if self._job.timer == "model" and m < ESTIMATE_LEAST_M:
+            final.note = f"an estimate changes no row below M={ESTIMATE_LEAST_M}"
+            return
         for pair in final.order:
             if self._rank(final, pair) >= 1.0 and final.runnable_today is not None:
                 return
@@ -174,7 +178,7 @@ class Settler:
         chosen = final.winner if replaced else final.today.pair
         if chosen is None:
             return None
-        note = ""
+        note = final.note
         if today is None and final.today_problem:
             note = f"today's pair cannot run: {final.today_problem}"
         return self._make_row(m, final, chosen, RowStatus.TUNED if replaced else RowStatus.KEPT, note)

@@ -95,7 +95,7 @@ def _start_lanes(job: Job, cache: CompileCache, observer: Observer) -> list[Time
     if job.timer != "cuda":
         observer.advance()
         return [ModelLane(job.problem, job.device, job.routing)]
-    lanes = [GpuLane(f"GPU {gpu.index}", _setup(job, gpu, cache), observer.event) for gpu in job.gpus]
+    lanes = [GpuLane(f"GPU {gpu.index}", worker_setup(job, gpu, cache), observer.event) for gpu in job.gpus]
     try:
         _await_workers(lanes, observer)
     except BaseException:
@@ -105,7 +105,8 @@ def _start_lanes(job: Job, cache: CompileCache, observer: Observer) -> list[Time
     return list(lanes)
 
 
-def _setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
+def worker_setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
+    """Return what a GPU's worker needs to time the job."""
     max_m = max(job.batch_sizes)
     return WorkerSetup(
         visible_device=gpu.visible_token,

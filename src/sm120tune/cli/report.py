@@ -152,13 +152,12 @@ def show_outcome(out: Console, job: Job, outcome: Outcome) -> None:
     result = outcome.result
     timed = [row for row in result.rows if row.ratio is not None]
     tuned = [row for row in timed if row.status is RowStatus.TUNED]
-    out.print(
-        f"{len(tuned)} of {len(job.batch_sizes)} M {'estimated to gain' if job.timer == 'model' else 'tuned'}, others keep today's pair"
-    )
+    verb = "estimated to gain" if job.timer == "model" else "tuned"
+    out.print(f"{len(tuned)} of {len(job.batch_sizes)} M {verb}, the others keep today's pair")
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in result.seconds.items())
     out.print(f"seconds: {seconds}; whole run {outcome.seconds:.1f}")
     out.print(
-        f"variants {result.compiled}, timed {result.timed}, pairs resumed {result.resumed}; failures: "
+        f"variants compiled {result.compiled}, timed {result.timed}, pairs resumed {result.resumed}; failures: "
         + (", ".join(f"{kind} {count}" for kind, count in sorted(result.failures.items())) or "none")
     )
     for path in (outcome.written.up_path, outcome.written.down_path, outcome.written.provenance_paths[0]):

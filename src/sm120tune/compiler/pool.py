@@ -34,6 +34,8 @@ class CompilePool:
     def __init__(self, cache: CompileCache, workers: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._cache = cache
         self._timeout_s = timeout_s
+        self.compiled = 0
+        """Variants that were compiled rather than found in the cache."""
         self._pending: dict[CompileSpec, Future[Outcome]] = {}
         self._pool = ProcessPool(
             max_workers=workers,
@@ -66,6 +68,7 @@ class CompilePool:
         # A waiter that is cancelled must not cancel what others wait for too.
         result.set_running_or_notify_cancel()
         self._pending[spec] = result
+        self.compiled += 1
         task = self._pool.schedule(compile_facts, args=[spec], timeout=self._timeout_s)
         task.add_done_callback(lambda done: self._finish(spec, done, result))
         return result

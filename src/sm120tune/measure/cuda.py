@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from sm120tune.measure.align import Alignment, align
 from sm120tune.measure.launcher import Launcher
 from sm120tune.measure.results import (
     GemmRequest,
@@ -21,18 +22,24 @@ from sm120tune.measure.results import (
     half_quartile_distance,
 )
 from sm120tune.measure.roofline import chain_work, gemm_work
-from sm120tune.measure.workload import Workload
+from sm120tune.measure.workload import Operands, Workload
 from sm120tune.problem import Gemm
 from sm120tune.reference import ErrorMeasure, measure_error, reference_moe
-from sm120tune.tiles import TilePair
 
 _MIN_REPEATS = 5
 _MAX_REPEATS = 15
 _TARGET_US = 6_000.0
 """Timed GPU work per candidate; short calls are repeated until it is reached."""
 
+_HOPELESS = 3.0
+"""A single launch this many times over the stop limit is not worth a graph."""
+_LAUNCH_NOISE_US = 300.0
+"""A single launch outside a graph includes the host's own time, up to about this much."""
+
 _RACE_WARMUP = 2
 _SUM_CHUNK_ROWS = 4096
+
+_Call = tuple[Operands, Alignment]
 
 
 @dataclass(frozen=True)
@@ -46,28 +53,29 @@ class CudaTimer:
     def time_gemm(self, request: GemmRequest) -> Measured:
         """Return the time of one GEMM alone; raises what Triton or CUDA raises when it cannot run."""
         sorted_rows = request.gemm is Gemm.DOWN and request.tile.USE_TMA
-        problem = self.workload.problem
-        m, block_m = request.m, request.tile.BLOCK_SIZE_M
-        work = gemm_work(problem, request.gemm, m, self.workload.routing)
-        calls = self.workload.rotation(m, self.l2_bytes, work.bytes)
-        rows = self.launcher.rows(m, block_m, sorted_rows)
-
-        def launch(index: int) -> None:
-            operands = self.workload.operands(m, index, rows)
-            alignment = self.workload.alignment(m, index, block_m)
-            self.launcher.gemm(request.gemm, request.tile, operands, alignment, sorted_rows=sorted_rows)
-
-        with _Graph(launch, calls) as graph:
+        work = gemm_work(self.workload.problem, request.gemm, request.m, self.workload.routing)
+        launches = [
+            partial(self.launcher.gemm, request.gemm, request.tile, operands, alignment, sorted_rows=sorted_rows)
+            for operands, alignment in self._calls(request.m, request.tile.BLOCK_SIZE_M, sorted_rows, work.bytes)
+        ]
+        what = What(request.gemm.value)
+        once = _time_once(launches)
+        if request.stop_above_us is not None and once > max(_HOPELESS * request.stop_above_us, _LAUNCH_NOISE_US):
+            return _summary([once], what, stopped_early=True)
+        with _Graph(launches) as graph:
             samples, stopped = _repeat(graph, request.stop_above_us)
-        return _summary(samples, What(request.gemm.value), stopped)
+        return _summary(samples, what, stopped)
 
     def race(self, request: RaceRequest) -> list[RaceLane]:
         """Return every pair's chain times; each round replays all pairs once, in turning order."""
-        problem = self.workload.problem
-        work = chain_work(problem, request.m, self.workload.routing)
-        calls = self.workload.rotation(request.m, self.l2_bytes, work.bytes)
-        graphs = [_Graph(self._chain_launch(request.m, pair), calls) for pair in request.pairs]
+        work = chain_work(self.workload.problem, request.m, self.workload.routing)
+        graphs: list[_Graph] = []
         try:
+            for pair in request.pairs:
+                calls = self._calls(request.m, pair.block_size_m, pair.down.USE_TMA, work.bytes)
+                launches = [partial(self.launcher.chain, pair, *call) for call in calls]
+                _time_once(launches)
+                graphs.append(_Graph(launches))
             samples: list[list[float]] = [[] for _ in graphs]
             for _ in range(_RACE_WARMUP):
                 for graph in graphs:
@@ -91,8 +99,6 @@ class CudaTimer:
         rows = self.launcher.rows(request.m, request.pair.block_size_m, sorted_rows)
         operands = self.workload.fresh(request.m, rows, request.seed)
         try:
-            from sm120tune.measure.align import align
-
             alignment = align(operands.route.ids, request.pair.block_size_m, problem.experts)
             self.launcher.chain(request.pair, operands, alignment)
             down = operands.down_out.view(request.m, problem.topk, problem.hidden)
@@ -104,36 +110,45 @@ class CudaTimer:
         finally:
             self.workload.refill()
 
-    def _chain_launch(self, m: int, pair: TilePair) -> Callable[[int], None]:
-        rows = self.launcher.rows(m, pair.block_size_m, pair.down.USE_TMA)
+    def _calls(self, m: int, block_size_m: int, sorted_rows: bool, bytes_per_call: float) -> list[_Call]:
+        """Return the rotation: enough different calls that their bytes outsize the L2."""
+        rows = self.launcher.rows(m, block_size_m, sorted_rows)
+        return [
+            (self.workload.operands(m, index, rows), self.workload.alignment(m, index, block_size_m))
+            for index in range(self.workload.rotation(m, self.l2_bytes, bytes_per_call))
+        ]
 
-        def launch(index: int) -> None:
-            operands = self.workload.operands(m, index, rows)
-            self.launcher.chain(pair, operands, self.workload.alignment(m, index, pair.block_size_m))
 
-        return launch
+def _time_once(launches: Sequence[Callable[[], None]]) -> float:
+    """Load the binaries, surface a fault as an exception, and return the µs of one launch outside a graph."""
+    launches[0]()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    launches[-1]()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
 
 
 class _Graph:
-    """A CUDA graph of ``calls`` launches; one replay is one sample."""
+    """A CUDA graph of a rotation of launches; one replay is one sample."""
 
-    def __init__(self, launch: Callable[[int], None], calls: int) -> None:
-        self._calls = calls
-        for index in range(calls):
-            # Outside the capture: loads binaries, makes alignments, and surfaces a fault as an exception here.
-            launch(index)
-            if index == 0:
-                torch.cuda.synchronize()
-        torch.cuda.synchronize()
+    def __init__(self, launches: Sequence[Callable[[], None]]) -> None:
+        self._calls = len(launches)
         self._graph = torch.cuda.CUDAGraph()
-        # Without this, a collection during capture may free tensors and invalidate it.
-        gc.disable()
-        try:
-            with torch.cuda.graph(self._graph):
-                for index in range(calls):
-                    launch(index)
-        finally:
-            gc.enable()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        # torch.cuda.graph() would collect garbage and empty the allocator's cache each time; nothing is allocated
+        # here, so the bare calls are enough.
+        with torch.cuda.stream(stream):
+            self._graph.capture_begin()
+            try:
+                for launch in launches:
+                    launch()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
 

@@ -20,6 +20,9 @@ LEAST_GAIN = 0.01
 ESTIMATE_MARGIN = 0.10
 """An estimated ratio must be below 1 by more than this: the model's own error on known tiles."""
 
+ESTIMATE_LEAST_M = 8
+"""Below it there are no cold-cache measurements that the model could be held against."""
+
 
 @dataclass(frozen=True)
 class Ratio:

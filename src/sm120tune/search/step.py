@@ -18,6 +18,8 @@ from sm120tune.tiles import Tile, TilePair
 _WALK_BLOCK_SIZES = 2
 _MAX_REPEATS_PER_ASK = 25
 _STARTUP_TRIALS = 8
+_SAMPLER_SEEDS = 2**32
+"""Optuna's sampler takes no larger seed."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class SearchStep:
         self._study = optuna.create_study(
             direction="minimize",
             sampler=optuna.samplers.TPESampler(
-                seed=settings.seed, n_startup_trials=_STARTUP_TRIALS, constant_liar=True
+                seed=settings.seed % _SAMPLER_SEEDS, n_startup_trials=_STARTUP_TRIALS, constant_liar=True
             ),
         )
         self._grid: Iterator[Tile] | None = iter(space.tiles()) if space.exhaustive else None
@@ -137,6 +139,7 @@ class SearchStep:
     def give_up(self) -> None:
         """Propose nothing more: the time is up."""
         self._queue.clear()
+        self._grid = None
         self._settings = StepSettings(0, self._settings.sampler_share, self._settings.seed)
 
     def _spent(self) -> bool:
