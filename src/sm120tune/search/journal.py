@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import filelock
 import optuna
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial
 
 from sm120tune.errors import UserError
@@ -39,13 +40,18 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             if fresh:
                 self.path.unlink(missing_ok=True)
-            _drop_torn_tail(self.path)
+            lock = _ProcessLock(self.path)
+            with filelock.FileLock(lock.path):
+                _drop_torn_tail(self.path)
             (self.folder / "identity.json").write_text(json.dumps(identity, indent=4, sort_keys=True) + "\n")
-            self._storage = JournalStorage(JournalFileBackend(str(self.path)))
-        except OSError as error:
-            raise UserError(f"cannot write the journal {self.path}: {error.strerror}") from error
-        except (ValueError, KeyError) as error:
-            raise UserError(f"the journal {self.path} is damaged ({error}); start over with --fresh") from error
+            self._storage = JournalStorage(JournalFileBackend(str(self.path), lock))
+        except (OSError, NotImplementedError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"cannot write the journal {self.path}: {reason}") from error
+        except Exception as error:
+            # Optuna replays the lines without looking at them first, so that damage can be any exception.
+            said = str(error) or type(error).__name__
+            raise UserError(f"the journal {self.path} is damaged ({said}); start over with --fresh") from error
 
     def study(self, m: int) -> optuna.Study:
         """Return the stored study of one M, made if it is not there."""
@@ -78,11 +84,35 @@ class Journal:
         return self.study(m).user_attrs.get(name)
 
 
+class _ProcessLock(JournalFileSymlinkLock):
+    """A lock that ends with its process; Optuna's own, left by a killed one, is waited for half a minute."""
+
+    def __init__(self, journal: Path) -> None:
+        super().__init__(str(journal))
+        self.path = journal.with_suffix(".lock")
+        self._held = filelock.FileLock(self.path)
+
+    def acquire(self) -> bool:
+        """Wait for the lock."""
+        self._held.acquire()
+        return True
+
+    def release(self) -> None:
+        """Let others append."""
+        self._held.release()
+
+
 def _drop_torn_tail(path: Path) -> None:
-    """Cut a last line that a killed process left without its end; Optuna would refuse the whole file."""
+    """Cut a last line that a killed process left without its end; Optuna would refuse the whole file.
+
+    Raises ValueError for a last line that has its end and is no JSON: Optuna would see it at the next append only.
+    """
     if not path.is_file():
         return
     content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
         with path.open("rb+") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+            file.truncate(end)
+    if end:
+        json.loads(content[content.rfind(b"\n", 0, end - 1) + 1 : end])
