@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from sm120tune.compiler import TileFacts
-from sm120tune.compiler.pool import CompilePool
+from sm120tune.compiler.pool import VariantPool
 from sm120tune.compiler.spec import over_limit
 from sm120tune.failures import Failure
 from sm120tune.job import Job
@@ -62,7 +62,7 @@ class Runner:
     """One run of a job over its lanes."""
 
     def __init__(
-        self, job: Job, pool: CompilePool, lanes: Sequence[Timer], journal: Journal, observer: Observer
+        self, job: Job, pool: VariantPool, lanes: Sequence[Timer], journal: Journal, observer: Observer
     ) -> None:
         self._job = job
         self._pool = pool
@@ -162,7 +162,7 @@ class Runner:
             if self._deadline is not None and time.monotonic() > self._deadline:
                 step.give_up()
             while len(pending) < _DEPTH and (pair := step.ask()) is not None:
-                pending.add(asyncio.create_task(self._trial(step, lane, pair)))
+                pending.add(_start(self._trial(step, lane, pair)))
             if not pending:
                 return
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -173,7 +173,7 @@ class Runner:
         for half in step.board.missing(pair):
             key = (step.m, half)
             if key not in self._inflight:
-                self._inflight[key] = asyncio.create_task(self._half(step, lane, half))
+                self._inflight[key] = _start(self._half(step, lane, half))
         waiting = [task for half in halves(pair) if (task := self._inflight.get((step.m, half))) is not None]
         await asyncio.gather(*waiting)
         trial = step.tell(pair)
@@ -242,6 +242,13 @@ class Runner:
         for other in self._steps.values():
             counts += other.board.failures()
         self._observer.failures(counts)
+
+
+def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task; when several fail, one is told, and asyncio shall not print the others."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    return task
 
 
 def _contiguous(sizes: Sequence[int], costs: Sequence[float], parts: int) -> list[list[int]]:
