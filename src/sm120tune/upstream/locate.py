@@ -35,7 +35,8 @@ class SGLangTree:
     @property
     def configs_dir(self) -> Path:
         """Folder with the ``triton_X_Y_Z`` folders that the lookup reads by default."""
-        return self.config_file.parent / "configs"
+        # SGLang asks for its own realpath, which differs where an installer made links to its cache.
+        return self.config_file.resolve().parent / "configs"
 
     @property
     def fused_moe_file(self) -> Path:
@@ -59,7 +60,7 @@ def find_sglang(path: Path | None = None) -> SGLangTree:
     locations = list(spec.submodule_search_locations or ()) if spec else []
     if not locations:
         raise UserError(f"SGLang not found; get its source with: {HOW_TO_GET_SGLANG} (or give --sglang PATH)")
-    return _tree(Path(locations[0]))
+    return _tree(Path(locations[0]).resolve())
 
 
 def _package_under(path: Path) -> Path | None:
@@ -91,7 +92,8 @@ def _version(package: Path) -> str:
     for name in ("version.py", "_version.py"):
         file = package / name
         if file.is_file():
-            found = re.search(r"^(?:__version__|version)\b[^=\n]*=\s*['\"]([^'\"]+)", file.read_text(), re.MULTILINE)
+            # setuptools-scm writes: __version__ = version = '0.5.23'
+            found = re.search(r"^(?:__version__|version)\b[^'\"\n]*=\s*['\"]([^'\"]+)", file.read_text(), re.MULTILINE)
             if found:
                 return found.group(1)
     for metadata in sorted(package.parent.glob("sglang-*.dist-info/METADATA")):

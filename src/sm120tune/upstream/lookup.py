@@ -62,6 +62,8 @@ class ConfigLookup:
         self.tree = tree
         self.target = target
         self._read: list[str] = []
+        """Files that the last lookup opened."""
+        self._configs_dir = config_dir / "configs" if config_dir is not None else tree.configs_dir
         self._namespace = _load(tree, target, config_dir, frozenset(str(path) for path in hidden_files), self._read)
         self._up_tma = "up_moe_use_tma" in _text(tree.fused_moe_file)
 
@@ -78,18 +80,26 @@ class ConfigLookup:
         return str(name(*args, down_moe=False)), str(name(*args, down_moe=True))
 
     def rows(self, problem: MoEProblem, *, down: bool) -> dict[int, dict[str, Any]] | None:
-        """Return the rows that SGLang's ``get_moe_configs`` finds, or None for its built-in default."""
+        """Return the rows that SGLang's ``get_moe_configs`` finds, or None for its built-in default.
+
+        Raises UpstreamError where the lookup itself fails: a folder name that it cannot parse, a damaged file.
+        """
         block_n, block_k = problem.block_shape or (0, 0)
-        rows = self._function("get_moe_configs")(
-            problem.experts,
-            problem.intermediate,
-            config_dtype(problem),
-            block_n,
-            block_k,
-            per_channel_quant=problem.per_channel_quant,
-            down_moe=down,
-        )
-        return rows if rows is None else {int(m): dict(row) for m, row in rows.items()}
+        self._read.clear()
+        try:
+            rows = self._function("get_moe_configs")(
+                problem.experts,
+                problem.intermediate,
+                config_dtype(problem),
+                block_n,
+                block_k,
+                per_channel_quant=problem.per_channel_quant,
+                down_moe=down,
+            )
+            return rows if rows is None else {int(m): dict(row) for m, row in rows.items()}
+        except (ValueError, OSError, TypeError, AttributeError) as error:
+            where = self._read[-1] if self._read else self._configs_dir
+            raise UpstreamError(f"SGLang's own lookup fails at {where}: {error}") from error
 
     def todays_pair(self, problem: MoEProblem, m: int) -> Today:
         """Return the pair that the server would launch for M tokens.
@@ -115,7 +125,9 @@ class ConfigLookup:
                 None, up_source, down_source, "up and down rows differ in BLOCK_SIZE_M: this SGLang stops at an assert"
             )
         except (ValueError, OSError) as error:
-            raise UpstreamError(f"SGLang's own lookup fails in {self.tree.configs_dir}: {error}") from error
+            raise UpstreamError(f"SGLang's own lookup fails in {self._configs_dir}: {error}") from error
+        except (KeyError, TypeError) as error:
+            return Today(None, up_source, down_source, f"a row of the files stops this SGLang: {error!r}")
         if "USE_TMA" in up and not self._up_tma:
             return Today(None, up_source, down_source, "USE_TMA in the up file: this SGLang raises KeyError at launch")
         try:
@@ -151,13 +163,11 @@ class ConfigLookup:
         sources: list[str] = []
         for down in (False, True):
             self._function("get_moe_configs").cache_clear()
-            self._read.clear()
-            try:
-                self.rows(problem, down=down)
-            except (ValueError, OSError) as error:
-                raise UpstreamError(f"SGLang's own lookup fails in {self.tree.configs_dir}: {error}") from error
-            sources.append(self._read[-1] if self._read else BUILT_IN)
-        return sources[0], sources[1]
+            rows = self.rows(problem, down=down)
+            sources.append(self._read[-1] if rows and self._read else BUILT_IN)
+        up, down_file = sources
+        # Without down rows SGLang runs the up row for both.
+        return up, up if down_file == BUILT_IN else down_file
 
     def _function(self, name: str) -> Any:
         function = self._namespace.get(name)
@@ -214,6 +224,12 @@ class _StripSGLangImports(ast.NodeTransformer):
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+
+    def visit_Import(self, node: ast.Import) -> ast.stmt:
+        """Keep what is not SGLang's of ``import sglang…, other``."""
+        kept = [alias for alias in node.names if alias.name.split(".")[0] != "sglang"]
+        self.names.update(alias.asname or "sglang" for alias in node.names if alias not in kept)
+        return ast.copy_location(ast.Import(kept) if kept else ast.Pass(), node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
         """Replace ``from sglang… import name`` by nothing."""

@@ -63,10 +63,11 @@ def _read(path: Path) -> dict[int, Tile]:
     """Return the rows that can be read; a file that SGLang itself could not use seeds nothing."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
+        items = content.items()
+    except (OSError, ValueError, AttributeError):
         return {}
     rows: dict[int, Tile] = {}
-    for key, row in content.items():
+    for key, row in items:
         try:
             rows[int(key)] = Tile.from_row({**row, "USE_TMA": False})
         except (ValueError, TypeError):

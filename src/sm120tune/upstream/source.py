@@ -7,6 +7,8 @@ compiled under the original file name and line numbers, so that Triton's ``inspe
 from __future__ import annotations
 
 import ast
+import builtins
+import dis
 import functools
 import hashlib
 from collections.abc import Iterable
@@ -55,6 +57,8 @@ def _load(file: Path) -> Kernels:
     exec(compile(ast.Module(body=body, type_ignores=[]), str(file), "exec"), namespace)
     digest = hashlib.sha256()
     for name in sorted(kept):
+        for unknown in _globals_of(namespace[name].fn) - {*namespace, *dir(builtins)}:
+            raise UpstreamError(f"{file}: {name} uses {unknown!r}, which this version of sm120tune does not load")
         digest.update((ast.get_source_segment(text, functions[name]) or "").encode())
     return Kernels(namespace[FUSED_MOE], namespace[ACT_AND_MUL], digest.hexdigest())
 
@@ -77,6 +81,10 @@ def _is_needed_import(node: ast.stmt, used: set[str]) -> bool:
     return isinstance(node, ast.Import) and any(
         (alias.asname or alias.name.split(".")[0]) in used for alias in node.names
     )
+
+
+def _globals_of(function: Any) -> set[str]:
+    return {code.argval for code in dis.get_instructions(function) if code.opname == "LOAD_GLOBAL"}
 
 
 def _closure(functions: dict[str, ast.FunctionDef], roots: Iterable[str]) -> set[str]:
