@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sm120tune.compiler import ActivationVariant, CompileSpec, Limits
@@ -11,8 +11,9 @@ from sm120tune.measure.lane import TimerName
 from sm120tune.measure.launcher import KernelSource
 from sm120tune.measure.roofline import chain_work, floor_us
 from sm120tune.measure.routing import Routing
+from sm120tune.measure.table import Table
 from sm120tune.problem import DEFAULT_BATCH_SIZES, Gemm, MoEProblem
-from sm120tune.search_space import SPACE_VERSION, Space, SpaceLimits, space_hash
+from sm120tune.search_space import SPACE_VERSION, VALUES, Space, SpaceLimits, Values, space_hash
 from sm120tune.tiles import Tile, TilePair
 from sm120tune.upstream import SGLangTree
 from sm120tune.upstream.arguments import Variant, variant_for
@@ -48,6 +49,10 @@ class Job:
     routing: Routing
     timer: TimerName
     settings: Settings
+    values: Values = field(default_factory=lambda: VALUES)
+    """Values of the tile fields that may be tried; a recorded table covers fewer."""
+    table: Table | None = None
+    """What answers when the timer is a replay."""
 
     @property
     def limits(self) -> Limits:
@@ -87,7 +92,11 @@ class Job:
     def space(self, m: int) -> Space:
         """Return the candidates at M."""
         return Space(
-            self.problem, m, SpaceLimits(self.device.shared_memory_per_block), exhaustive=self.settings.exhaustive
+            self.problem,
+            m,
+            SpaceLimits(self.device.shared_memory_per_block),
+            exhaustive=self.settings.exhaustive,
+            values=self.values,
         )
 
     def today(self, m: int) -> Today:
@@ -116,13 +125,18 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """Return what makes two runs the same run, for resuming."""
         driver = sorted({gpu.driver for gpu in self.gpus})
+        space = {
+            "version": SPACE_VERSION,
+            "hash": space_hash(self.values),
+            "exhaustive": self.settings.exhaustive,
+        }
         return {
             "problem": self.problem.to_json(),
             "device": self.device.name,
             "driver": driver,
             "triton": self.triton_version,
             "kernel_source": self.source_hash,
-            "space": {"version": SPACE_VERSION, "hash": space_hash(), "exhaustive": self.settings.exhaustive},
+            "space": space,
             "timer": self.timer,
             "routing": str(self.routing),
             "seed": self.settings.seed,

@@ -18,9 +18,12 @@ from sm120tune.devices import (
 from sm120tune.errors import UserError
 from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
+from sm120tune.measure.replay import table_values
 from sm120tune.measure.routing import Routing
+from sm120tune.measure.table import Table
 from sm120tune.measure.workload import activation_bytes, weight_bytes
 from sm120tune.problem import MoEProblem
+from sm120tune.search_space import VALUES
 from sm120tune.upstream import SGLangTree, find_sglang
 from sm120tune.upstream.arguments import launch_flags
 from sm120tune.upstream.lookup import ConfigLookup, Target
@@ -108,6 +111,7 @@ class JobRequest:
     settings: Settings
     sglang: Path | None
     output: Path
+    table: Table | None = None
 
 
 def resolve_job(request: JobRequest, card: Card) -> Job:
@@ -135,6 +139,8 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
         routing=request.routing,
         timer=card.timer,
         settings=request.settings,
+        values=VALUES if request.table is None else table_values(request.table),
+        table=request.table,
     )
 
 

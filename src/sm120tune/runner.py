@@ -70,7 +70,8 @@ class Runner:
         self._journal = journal
         self._observer = observer
         self._seeds = Seeds(job)
-        self._steps: dict[int, SearchStep] = {}
+        self.steps: dict[int, SearchStep] = {}
+        """The search of each M, for whoever wants to look afterwards."""
         self._inflight: dict[tuple[int, Half], asyncio.Task[None]] = {}
         self._result = RunResult(rows=(), failures=Counter())
         self._deadline: float | None = None
@@ -86,13 +87,13 @@ class Runner:
         async with self._phase("polish", 0):
             self._exchange_winners()
             await self._over_lanes(self._job.batch_sizes, self._continue, active=_ACTIVE)
-        settler = Settler(self._job, self._pool, self._steps, self._journal)
-        async with self._phase("race", len(self._steps)):
-            await self._over_lanes(tuple(self._steps), self._counted(settler.race), active=1)
-        async with self._phase("verify", len(self._steps)):
-            await self._over_lanes(tuple(self._steps), self._counted(settler.verify), active=1)
-        async with self._phase("decide", len(self._steps)):
-            await self._over_lanes(tuple(self._steps), self._counted(settler.decide), active=1)
+        settler = Settler(self._job, self._pool, self.steps, self._journal)
+        async with self._phase("race", len(self.steps)):
+            await self._over_lanes(tuple(self.steps), self._counted(settler.race), active=1)
+        async with self._phase("verify", len(self.steps)):
+            await self._over_lanes(tuple(self.steps), self._counted(settler.verify), active=1)
+        async with self._phase("decide", len(self.steps)):
+            await self._over_lanes(tuple(self.steps), self._counted(settler.decide), active=1)
         self._result.rows = settler.rows(self._observer.row)
         self._result.failures = settler.failures()
         self._result.compiled = self._pool.compiled
@@ -149,14 +150,14 @@ class Runner:
         self._observer.advance(min(step.told, settings.trials))
         step.add_seeds(self._neighbours(m, _NEIGHBOUR_SEEDS))
         step.add_seeds(self._seeds.at(m))
-        self._steps[m] = step
+        self.steps[m] = step
         await self._continue(m, lane)
         if not settings.exhaustive:
             self._observer.advance(max(0, settings.trials - step.told))
 
     async def _continue(self, m: int, lane: Timer) -> None:
         """Ask, time and tell until the step proposes nothing more."""
-        step = self._steps[m]
+        step = self.steps[m]
         pending: set[asyncio.Task[None]] = set()
         while True:
             if self._deadline is not None and time.monotonic() > self._deadline:
@@ -208,19 +209,19 @@ class Runner:
 
     def _neighbours(self, m: int, count: int) -> list[TilePair]:
         """Return the best pairs of the nearest M on either side that have any."""
-        known = [other for other, step in self._steps.items() if other != m and len(step.board)]
+        known = [other for other, step in self.steps.items() if other != m and len(step.board)]
         below = max((other for other in known if other < m), default=None)
         above = min((other for other in known if other > m), default=None)
         pairs: list[TilePair] = []
         for other in (below, above):
             if other is not None:
-                pairs += self._steps[other].board.best_pairs(count)
+                pairs += self.steps[other].board.best_pairs(count)
         return pairs
 
     def _exchange_winners(self) -> None:
         late = self._deadline is not None and time.monotonic() > self._deadline
         if not late:
-            for m, step in self._steps.items():
+            for m, step in self.steps.items():
                 step.add_seeds(self._neighbours(m, _POLISH_SEEDS))
 
     def _report(self, step: SearchStep, lane: Timer) -> None:
@@ -239,7 +240,7 @@ class Runner:
             )
         )
         counts: Counter[str] = Counter()
-        for other in self._steps.values():
+        for other in self.steps.values():
             counts += other.board.failures()
         self._observer.failures(counts)
 

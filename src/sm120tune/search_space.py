@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from optuna.distributions import CategoricalDistribution
 
@@ -51,30 +51,39 @@ def staged_shared_bytes(tile: Tile, element_bytes: int) -> int:
     return (tile.num_stages - 1) * per_stage
 
 
-@functools.cache
-def every_tile() -> tuple[Tile, ...]:
+Values = Mapping[str, tuple[int, ...]]
+"""The values of each tile field that a search may try."""
+
+
+def every_tile(values: Values = VALUES) -> tuple[Tile, ...]:
     """Return the whole base space before any cut."""
-    rows = (dict(zip(VALUES, values, strict=True)) for values in itertools.product(*VALUES.values()))
+    return _every_tile(tuple(values.items()))
+
+
+@functools.lru_cache(maxsize=4)
+def _every_tile(items: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Tile, ...]:
+    names = [name for name, _ in items]
+    rows = (dict(zip(names, choice, strict=True)) for choice in itertools.product(*(values for _, values in items)))
     return tuple(Tile.from_row(row) for row in rows)
 
 
-def same_program_group(problem: MoEProblem, m: int, tile: Tile) -> int:
-    """Return the smallest GROUP_SIZE_M of the space that runs the same block order as this tile's.
+def same_program_group(problem: MoEProblem, m: int, tile: Tile, groups: Iterable[int] = VALUES["GROUP_SIZE_M"]) -> int:
+    """Return the smallest of the given GROUP_SIZE_M that runs the same block order as this tile's.
 
     From ``ceil(EM / BLOCK_SIZE_M)`` on, one group holds every row block and a larger value changes nothing.
     """
     blocks = -(-problem.padded_rows(m, tile.BLOCK_SIZE_M) // tile.BLOCK_SIZE_M)
     if tile.GROUP_SIZE_M < blocks:
         return tile.GROUP_SIZE_M
-    return min((g for g in VALUES["GROUP_SIZE_M"] if g >= blocks), default=tile.GROUP_SIZE_M)
+    return min((g for g in groups if g >= blocks), default=tile.GROUP_SIZE_M)
 
 
-def cut_reason(problem: MoEProblem, m: int, tile: Tile, limits: SpaceLimits) -> str | None:
+def cut_reason(problem: MoEProblem, m: int, tile: Tile, limits: SpaceLimits, values: Values = VALUES) -> str | None:
     """Return why a tile need not be tried at M, or None: the two cuts, which lose nothing."""
     needed = staged_shared_bytes(tile, problem.element_bytes)
     if needed > limits.shared_memory_per_block:
         return f"shared memory: {needed:,} of {limits.shared_memory_per_block:,} B"
-    same = same_program_group(problem, m, tile)
+    same = same_program_group(problem, m, tile, values["GROUP_SIZE_M"])
     if same < tile.GROUP_SIZE_M:
         return f"the same program as GROUP_SIZE_M {same}"
     return None
@@ -114,27 +123,28 @@ class Space:
     m: int
     limits: SpaceLimits
     exhaustive: bool = False
+    values: Values = field(default_factory=lambda: VALUES)
 
     def allows(self, tile: Tile) -> bool:
         """Whether a tile survives the cuts, and the heuristics unless the search is exhaustive."""
-        if cut_reason(self.problem, self.m, tile, self.limits) is not None:
+        if cut_reason(self.problem, self.m, tile, self.limits, self.values) is not None:
             return False
         return self.exhaustive or all(keep(self.problem, self.m, tile) for keep in HEURISTICS.values())
 
     def tiles(self) -> tuple[Tile, ...]:
         """Return every candidate of the base space."""
-        return tuple(tile for tile in every_tile() if self.allows(tile))
+        return tuple(tile for tile in every_tile(self.values) if self.allows(tile))
 
     def canonical(self, tile: Tile) -> Tile:
         """Return the candidate that is the same program as this tile."""
-        same = same_program_group(self.problem, self.m, tile)
+        same = same_program_group(self.problem, self.m, tile, self.values["GROUP_SIZE_M"])
         return tile if same >= tile.GROUP_SIZE_M else replace(tile, GROUP_SIZE_M=same)
 
     def neighbours(self, tile: Tile) -> tuple[Tile, ...]:
         """Return the candidates one value away in one field, BLOCK_SIZE_M kept: what a coordinate walk visits."""
         found: list[Tile] = []
         for name in _TUNED_PER_GEMM:
-            values = VALUES[name]
+            values = self.values[name]
             current = getattr(tile, name)
             below = [v for v in values if v < current][-1:]
             above = [v for v in values if v > current][:1]
@@ -146,28 +156,28 @@ def count_tiles(spaces: Iterable[Space]) -> tuple[int, int]:
     """Return how many candidates there are over all M before and after the cuts and heuristics."""
     before = after = 0
     for space in spaces:
-        tiles = every_tile()
+        tiles = every_tile(space.values)
         before += len(tiles)
         after += sum(space.allows(tile) for tile in tiles)
     return before, after
 
 
-def distributions() -> dict[str, CategoricalDistribution]:
+def distributions(values: Values = VALUES) -> dict[str, CategoricalDistribution]:
     """Return Optuna's distributions of a pair: one per tile parameter, BLOCK_SIZE_M shared by both GEMMs."""
-    result = {"BLOCK_SIZE_M": CategoricalDistribution(VALUES["BLOCK_SIZE_M"])}
+    result = {"BLOCK_SIZE_M": CategoricalDistribution(values["BLOCK_SIZE_M"])}
     for gemm in Gemm:
         for name in _TUNED_PER_GEMM:
-            result[f"{gemm.value}.{name}"] = CategoricalDistribution(VALUES[name])
+            result[f"{gemm.value}.{name}"] = CategoricalDistribution(values[name])
     return result
 
 
-def space_hash() -> str:
+def space_hash(values: Values = VALUES) -> str:
     """Return a short hash of the space; a study is named after it, since Optuna refuses a changed one."""
-    content = json.dumps({"version": SPACE_VERSION, **{k: list(v) for k, v in VALUES.items()}}, sort_keys=True)
+    content = json.dumps({"version": SPACE_VERSION, **{k: list(v) for k, v in values.items()}}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
-def pair_to_params(pair: TilePair) -> dict[str, int] | None:
+def pair_to_params(pair: TilePair, values: Values = VALUES) -> dict[str, int] | None:
     """Return a pair as Optuna parameters, or None when a value lies outside the space (or TMA is on)."""
     params = {"BLOCK_SIZE_M": pair.block_size_m}
     for gemm, tile in ((Gemm.GATE_UP, pair.gate_up), (Gemm.DOWN, pair.down)):
@@ -175,7 +185,7 @@ def pair_to_params(pair: TilePair) -> dict[str, int] | None:
             return None
         for name in _TUNED_PER_GEMM:
             params[f"{gemm.value}.{name}"] = getattr(tile, name)
-    inside = all(value in VALUES[name.rpartition(".")[2]] for name, value in params.items())
+    inside = all(value in values[name.rpartition(".")[2]] for name, value in params.items())
     return params if inside else None
 
 

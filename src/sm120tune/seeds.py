@@ -7,7 +7,6 @@ import heapq
 from sm120tune.job import Job
 from sm120tune.measure.model import estimate_gemm
 from sm120tune.problem import Gemm
-from sm120tune.search_space import VALUES
 from sm120tune.tiles import Tile, TilePair
 from sm120tune.upstream.shipped import ShippedRows
 
@@ -41,7 +40,7 @@ def model_leaders(job: Job, m: int, count: int = _MODEL_SEEDS) -> list[TilePair]
     """
     leaders: list[tuple[float, TilePair]] = []
     ungrouped = [tile for tile in job.space(m).tiles() if tile.GROUP_SIZE_M == 1]
-    for block_size_m in VALUES["BLOCK_SIZE_M"]:
+    for block_size_m in job.values["BLOCK_SIZE_M"]:
         tiles = [tile for tile in ungrouped if tile.BLOCK_SIZE_M == block_size_m]
         best = {gemm: _best(job, m, gemm, tiles) for gemm in Gemm}
         leaders += [

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from sm120tune.compiler.pool import CompilePool
+from sm120tune.compiler.pool import VariantPool
 from sm120tune.compiler.spec import over_limit
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
@@ -49,7 +49,7 @@ class _Final:
 class Settler:
     """Takes each M's best pairs to a decision, one phase at a time."""
 
-    def __init__(self, job: Job, pool: CompilePool, steps: Mapping[int, SearchStep], journal: Journal) -> None:
+    def __init__(self, job: Job, pool: VariantPool, steps: Mapping[int, SearchStep], journal: Journal) -> None:
         self._job = job
         self._pool = pool
         self._steps = steps

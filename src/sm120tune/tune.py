@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sm120tune import __version__
 from sm120tune.compiler.cache import CompileCache
-from sm120tune.compiler.pool import CompilePool
+from sm120tune.compiler.pool import CompilePool, VariantPool
 from sm120tune.devices import LocalGPU
 from sm120tune.errors import UserError
 from sm120tune.failures import Failure
@@ -19,12 +19,14 @@ from sm120tune.job import Job
 from sm120tune.measure.gpu_lane import GpuLane
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.model_lane import ModelLane
+from sm120tune.measure.replay import ReplayLane, ReplayPool
 from sm120tune.measure.worker import WorkerSetup
 from sm120tune.measure.workload import weight_copies
 from sm120tune.observer import Observer
 from sm120tune.provenance import FileProvenance
 from sm120tune.runner import Runner, RunResult
 from sm120tune.search.journal import Journal
+from sm120tune.search_space import space_hash
 from sm120tune.state import cache_root
 from sm120tune.writer import Ladder, WrittenPair, write_ladder
 
@@ -55,10 +57,10 @@ def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
     """Tune and write; raises UserError, and KeyboardInterrupt with every finished trial in the journal."""
     begin = time.monotonic()
     root = cache_root()
-    journal = Journal(root / "runs", job.identity(), fresh=options.fresh)
+    journal = Journal(root / "runs", job.identity(), fresh=options.fresh, space=space_hash(job.values))
     cache = CompileCache(root / "compile")
     workers = options.workers or max(1, (os.cpu_count() or 1) - len(job.gpus))
-    pool = CompilePool(cache, workers)
+    pool: VariantPool = CompilePool(cache, workers) if job.table is None else ReplayPool(job.table)
     lanes: list[Timer] = []
     try:
         observer.phase("start", max(1, len(job.gpus)))
@@ -92,6 +94,9 @@ def _first(group: BaseExceptionGroup[UserError]) -> UserError:
 
 
 def _start_lanes(job: Job, cache: CompileCache, observer: Observer) -> list[Timer]:
+    if job.table is not None:
+        observer.advance()
+        return [ReplayLane(job.table, job.settings.seed)]
     if job.timer != "cuda":
         observer.advance()
         return [ModelLane(job.problem, job.device, job.routing)]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
+import struct
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sm120tune.compiler.facts import TileFacts, read_facts
+from sm120tune.compiler.facts import TileFacts, UnreadableBinaryError, read_facts
 from sm120tune.compiler.spec import ActivationVariant, CompileSpec
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.upstream.arguments import (
@@ -31,7 +31,8 @@ from sm120tune.upstream.source import Kernels, load_kernels
 
 _WARP_SIZE = 32
 _ALIGNMENT = 16
-_DAMAGED = (json.JSONDecodeError, KeyError, StopIteration, FileNotFoundError, UnicodeDecodeError, TypeError)
+_DAMAGED = (ValueError, KeyError, StopIteration, FileNotFoundError, TypeError, AttributeError)
+"""What Triton raises on a cache entry that is not whole; it checks nothing itself."""
 
 
 def arguments_of(spec: CompileSpec, kernels: Kernels) -> tuple[Any, dict[str, Argument]]:
@@ -43,11 +44,11 @@ def arguments_of(spec: CompileSpec, kernels: Kernels) -> tuple[Any, dict[str, Ar
     return kernels.fused_moe, gemm_arguments(kernels.fused_moe, spec.problem, variant, spec.arch)
 
 
-def build(spec: CompileSpec) -> Any:
+def build(spec: CompileSpec, *, fresh: bool = False) -> Any:
     """Return Triton's ``CompiledKernel`` for a variant, from Triton's cache where it is there and sound.
 
-    A damaged cache entry is removed and compiled again. Raises what Triton raises when the candidate itself
-    cannot be compiled.
+    A damaged cache entry is removed and compiled again; ``fresh`` removes any. Raises what Triton raises when the
+    candidate itself cannot be compiled.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as triton_compile
@@ -57,14 +58,26 @@ def build(spec: CompileSpec) -> Any:
     source = ast_source(kernel, arguments)
     target = GPUTarget("cuda", spec.arch, _WARP_SIZE)
     options = _options(spec, kernel)
+    if fresh:
+        _drop_cache_entry(source, target, options)
     try:
         compiled = triton_compile(source, target=target, options=options)
-        if not compiled.kernel:
-            raise KeyError("empty binary")
+        if not _is_whole_elf(compiled.kernel):
+            raise ValueError("cut-off binary")
     except _DAMAGED:
         _drop_cache_entry(source, target, options)
         compiled = triton_compile(source, target=target, options=options)
     return compiled
+
+
+def _is_whole_elf(binary: bytes) -> bool:
+    """Whether the tables that an ELF header announces, which a cubin has at its end, are there."""
+    if len(binary) < 64 or not binary.startswith(b"\x7fELF"):
+        return False
+    segments, sections = struct.unpack_from("<2Q", binary, 32)
+    segment_size, segment_count, section_size, section_count = struct.unpack_from("<4H", binary, 54)
+    end: int = max(segments + segment_size * segment_count, sections + section_size * section_count)
+    return len(binary) >= end
 
 
 def ast_source(kernel: Any, arguments: Mapping[str, Argument]) -> Any:
@@ -130,9 +143,12 @@ def _drop_cache_entry(source: Any, target: Any, options: Mapping[str, Any]) -> N
 
 def compile_facts(spec: CompileSpec) -> TileFacts | Failure:
     """Compile a variant and read its resources; every failure of the candidate comes back classified."""
-    with captured_stderr() as noise:
+    with captured_output() as noise:
         try:
-            return read_facts(build(spec))
+            try:
+                return read_facts(build(spec))
+            except UnreadableBinaryError:
+                return read_facts(build(spec, fresh=True))
         except Exception as error:
             return _classify(error, noise())
 
@@ -142,31 +158,55 @@ def _classify(error: Exception, noise: str) -> Failure:
     kind = FailureKind.COMPILE_CRASH
     if "register allocation" in f"{text} {noise}".lower():
         kind = FailureKind.REGISTERS
-    first = next((line.strip() for line in noise.splitlines() if "error" in line.lower()), "")
-    message = text.splitlines()[0][:200] + (f" ({first[:160]})" if first else "")
-    return Failure(kind, message)
+    head, *rest = text.splitlines()
+    lines = [line.strip() for line in (*rest, *noise.splitlines())]
+    details = [line for line in lines if "error" in line.lower() and line not in head]
+    if not details and rest:
+        # A CompilationError quotes the source; what is wrong with it comes last, or with the error behind it.
+        details = [line for line in _root(error).splitlines()[::-1] if line.strip()]
+    return Failure(kind, head[:200] + (f" ({details[0].strip()[:160]})" if details else ""))
+
+
+def _root(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error)
 
 
 @contextlib.contextmanager
-def captured_stderr() -> Iterator[Any]:
-    """Send file descriptor 2 to a temporary file: MLIR prints whole dumps there when a pass fails.
+def captured_output() -> Iterator[Any]:
+    """Send the file descriptors 1 and 2 to a temporary file meanwhile.
 
-    Yields a function that returns what was written so far.
+    MLIR prints whole dumps to the one when a pass fails, Triton the PTX to the other when ptxas does. Yields a
+    function that returns what was written so far.
     """
-    sys.stderr.flush()
     with tempfile.TemporaryFile() as sink:
-        saved = os.dup(2)
+        _flush()
+        saved = os.dup(1), os.dup(2)
+        os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
 
         def text() -> str:
+            _flush()
             size = os.fstat(sink.fileno()).st_size
             return os.pread(sink.fileno(), min(size, 65536), 0).decode(errors="replace")
 
         try:
             yield text
         finally:
-            os.dup2(saved, 2)
-            os.close(saved)
+            _flush()
+            for number, descriptor in zip((1, 2), saved, strict=True):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+
+
+captured_stderr = captured_output
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def use_cache_folder(folder: Path) -> None:

@@ -12,6 +12,10 @@ _USAGE = re.compile(r"Function\s+(\S+?):\s*\n\s*REG:(\d+)\s+STACK:(\d+)")
 _TOOL_TIMEOUT_S = 30
 
 
+class UnreadableBinaryError(RuntimeError):
+    """A cubin that the tool which ships with Triton cannot read."""
+
+
 @dataclass(frozen=True)
 class TileFacts:
     """What one block of a compiled kernel uses."""
@@ -38,8 +42,8 @@ def read_facts(compiled: Any) -> TileFacts:
     """Return the resources of a ``CompiledKernel``.
 
     Shared memory comes from Triton's metadata, registers and stack from the cubin through ``cuobjdump
-    --dump-resource-usage`` (it ships inside Triton's wheel). Raises RuntimeError when the tool's answer is not
-    understood.
+    --dump-resource-usage`` (it ships inside Triton's wheel). Raises UnreadableBinaryError when the tool's answer is
+    not understood.
     """
     cubin = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
     registers, stack = _resource_usage(Path(cubin))
@@ -64,7 +68,7 @@ def _resource_usage(cubin: Path) -> tuple[int, int]:
     )
     found = _USAGE.search(done.stdout)
     if found is None:
-        raise RuntimeError(
+        raise UnreadableBinaryError(
             f"cuobjdump says nothing of registers for {cubin.name}: {(done.stderr or done.stdout)[:200]}"
         )
     return int(found.group(2)), int(found.group(3))

@@ -7,7 +7,7 @@ import os
 import signal
 from concurrent.futures import Future, TimeoutError
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -20,6 +20,23 @@ DEFAULT_TIMEOUT_S = 60.0
 _TASKS_PER_PROCESS = 500
 _NICENESS = 5
 """Compilers yield to the processes that feed the GPUs."""
+
+
+class VariantPool(Protocol):
+    """Where outcomes come from: compilers, or a recorded table."""
+
+    compiled: int
+    """Variants that were really compiled."""
+
+    @property
+    def pending(self) -> int:
+        """Variants that are waiting or being compiled."""
+
+    def submit(self, spec: CompileSpec) -> Future[Outcome]:
+        """Return a future of the outcome; it never raises, a failure is an outcome."""
+
+    def stop(self) -> None:
+        """End at once."""
 
 
 def _start_worker(triton_folder: Path) -> None:

@@ -31,7 +31,8 @@ def run_hash(identity: Mapping[str, Any]) -> str:
 class Journal:
     """The journal of one run; raises UserError when its folder cannot be written or its file is damaged."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], *, fresh: bool) -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, Any], *, fresh: bool, space: str | None = None) -> None:
+        self._space = space_hash() if space is None else space
         self.folder = folder / run_hash(identity)
         self.path = self.folder / _FILE
         self._studies: dict[int, optuna.Study] = {}
@@ -57,7 +58,7 @@ class Journal:
         """Return the stored study of one M, made if it is not there."""
         if m not in self._studies:
             self._studies[m] = optuna.create_study(
-                storage=self._storage, study_name=f"{space_hash()}-M{m}", direction="minimize", load_if_exists=True
+                storage=self._storage, study_name=f"{self._space}-M{m}", direction="minimize", load_if_exists=True
             )
         return self._studies[m]
 

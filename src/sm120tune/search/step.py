@@ -43,6 +43,7 @@ class SearchStep:
     def __init__(self, space: Space, settings: StepSettings, seeds: Iterable[TilePair]) -> None:
         self.space = space
         self.board = Board()
+        self._distributions = distributions(space.values)
         self._settings = settings
         self._queue: list[TilePair] = []
         self._asked: set[TilePair] = set()
@@ -84,7 +85,11 @@ class SearchStep:
         """Queue pairs to try first: today's, shipped rows, neighbours' winners."""
         for pair in pairs:
             seed = TilePair(self.space.canonical(pair.gate_up), self.space.canonical(pair.down))
-            if seed not in self._asked and seed not in self._queue and pair_to_params(seed) is not None:
+            if (
+                seed not in self._asked
+                and seed not in self._queue
+                and pair_to_params(seed, self.space.values) is not None
+            ):
                 self._queue.append(seed)
                 self._exhausted = False
 
@@ -126,8 +131,8 @@ class SearchStep:
         frozen = create_trial(
             state=state,
             value=value,
-            params=pair_to_params(pair) or {},
-            distributions=dict(distributions()),
+            params=pair_to_params(pair, self.space.values) or {},
+            distributions=dict(self._distributions),
             user_attrs=_half_attrs(self.board, pair),
         )
         if trial is not None:
@@ -176,7 +181,7 @@ class SearchStep:
 
     def _ask_sampler(self) -> TilePair | None:
         for _ in range(_MAX_REPEATS_PER_ASK):
-            trial = self._study.ask(dict(distributions()))
+            trial = self._study.ask(dict(self._distributions))
             pair = params_to_pair(trial.params)
             known = self.board.score(pair)
             if isinstance(known, float):

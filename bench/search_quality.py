@@ -1,0 +1,95 @@
+"""How close the search comes to an exhaustive table, and what it costs: the product's own runner on replays.
+
+    python bench/search_quality.py bench/tables/*.parquet --trials 64 --seeds 0,1,2
+
+Regret of an M is the recorded time of the chosen pair (gate_up + down) over the least sum of any pair with one
+BLOCK_SIZE_M. The chosen pair is what the search ranks first by its noisy times. ``halves`` counts the timed GEMMs,
+``gpu_s`` estimates their GPU seconds, ``cpu_s`` is what sampler and bookkeeping took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from sm120tune.devices import find_device
+from sm120tune.job import Settings
+from sm120tune.measure.replay import ReplayLane, ReplayPool, best_pair
+from sm120tune.measure.routing import parse_routing
+from sm120tune.measure.table import Table, read_table
+from sm120tune.observer import Silent
+from sm120tune.problem import Gemm
+from sm120tune.resolve import Card, JobRequest, resolve_job
+from sm120tune.runner import Runner
+from sm120tune.search.journal import Journal
+from sm120tune.search_space import space_hash
+
+
+def evaluate(table: Table, trials: int, seed: int, sglang: Path | None) -> dict[str, Any]:
+    """Run the search once on a table and return its regret per M and its cost."""
+    card = Card(find_device(table.device_name), (), "replay")
+    settings = Settings(trials=trials, exhaustive=False, budget_s=None, seed=seed)
+    request = JobRequest(
+        table.problem, table.sizes, parse_routing(table.routing), settings, sglang, Path("none"), table
+    )
+    job = resolve_job(request, card)
+    times = {row.key: row.us for row in table.rows if row.us is not None}
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder), {"seed": seed}, fresh=True, space=space_hash(job.values))
+        runner = Runner(job, ReplayPool(table), [ReplayLane(table, seed)], journal, Silent())
+        begin = time.process_time()
+        result = asyncio.run(runner.run())
+        cpu_s = time.process_time() - begin
+    regret: dict[int, float] = {}
+    halves = gpu_us = 0.0
+    for m in table.sizes:
+        step = runner.steps[m]
+        (pair, *_) = step.board.best_pairs(1)
+        true_us = times[Gemm.GATE_UP, pair.gate_up, m] + times[Gemm.DOWN, pair.down, m]
+        regret[m] = true_us / best_pair(table, m)[0]
+        halves += len(step.board)
+    return {"regret": regret, "halves": halves, "timed": result.timed, "cpu_s": cpu_s, "gpu_us": gpu_us}
+
+
+def geomean(values: list[float]) -> float:
+    """Return the geometric mean."""
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def main() -> int:
+    """Print one line per table and seed, and the whole."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="+", type=Path)
+    parser.add_argument("--trials", type=int, default=64)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--sglang", type=Path)
+    args = parser.parse_args()
+    every: list[float] = []
+    worst: Counter[str] = Counter()
+    for path in args.tables:
+        table = read_table(path)
+        for seed in (int(part) for part in args.seeds.split(",")):
+            found = evaluate(table, args.trials, seed, args.sglang)
+            values = list(found["regret"].values())
+            every += values
+            line = " ".join(f"{m}:{regret:.3f}" for m, regret in found["regret"].items())
+            print(
+                f"{path.stem} seed {seed}: geomean {geomean(values):.4f} worst {max(values):.3f} "
+                f"halves {found['halves']:.0f} cpu {found['cpu_s']:.1f} s | {line}",
+                flush=True,
+            )
+            worst[path.stem] = max(worst[path.stem], max(values))  # type: ignore[assignment]
+    print(f"all: geomean {geomean(every):.4f} worst {max(every):.3f} over {len(every)} searches of one M")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
