@@ -112,14 +112,15 @@ class Job:
         """Return every M that the written ladder needs.
 
         The default sizes, those asked for, and today's keys: a shorter file would serve far larger M with its last
-        row. Where SGLang's built-in default changes at E and the row below it is only kept, a key at E+1 keeps the
-        change where it is today.
+        row. SGLang's built-in default changes above E; where the row below is not a tuned one, keys at E and E+1
+        keep the change where it is today. ``kept`` holds those asked for that were not tuned.
         """
         keys = {*DEFAULT_BATCH_SIZES, *self.batch_sizes, *self.lookup.file_keys(self.problem)}
         experts = self.problem.experts
-        below = max((key for key in keys if key <= experts), default=None)
-        if below in kept and experts + 1 not in keys and self.today(experts + 1).up_source == BUILT_IN:
-            keys.add(experts + 1)
+        below = max(key for key in keys if key <= experts)
+        tuned = below in self.batch_sizes and below not in kept
+        if not tuned and self.today(experts + 1).up_source == BUILT_IN:
+            keys |= {experts, experts + 1}
         return tuple(sorted(keys))
 
     def identity(self) -> dict[str, Any]:
