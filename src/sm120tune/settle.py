@@ -149,20 +149,29 @@ class Settler:
         return pair, ""
 
     async def _time_lanes(self, m: int, lane: Timer, final: _Final, pairs: list[TilePair], rounds: int) -> None:
+        failure = await self._lanes(m, lane, final, pairs, rounds)
+        if failure is None:
+            return
+        if not pairs:
+            final.runnable_today, final.today_problem = None, f"{failure.kind.value}: {failure.message}"
+            return
+        # Someone in this race cannot run: race today's pair alone, then each beside it, so that only that one is lost.
+        await self._time_lanes(m, lane, final, [], rounds)
+        for pair in pairs:
+            failure = await self._lanes(m, lane, final, [pair], rounds)
+            if failure is not None:
+                final.failures[failure.kind.value] += 1
+
+    async def _lanes(self, m: int, lane: Timer, final: _Final, pairs: list[TilePair], rounds: int) -> Failure | None:
+        """Race pairs beside today's, where that runs, and keep the times; returns the race's failure."""
         today = [final.runnable_today] if final.runnable_today is not None else []
         if not pairs and not today:
-            return
+            return None
         lanes = await asyncio.wrap_future(lane.race(RaceRequest(m, (*today, *pairs), rounds)))
-        if not isinstance(lanes, Failure):
-            final.lanes.update({one.pair: one.samples_us for one in lanes})
-        elif len(pairs) > 1:
-            # Someone in this race cannot run: race each alone with today's pair, so that only that one is lost.
-            for pair in pairs:
-                await self._time_lanes(m, lane, final, [pair], rounds)
-        elif pairs:
-            final.failures[lanes.kind.value] += 1
-        else:
-            final.runnable_today, final.today_problem = None, f"{lanes.kind.value}: {lanes.message}"
+        if isinstance(lanes, Failure):
+            return lanes
+        final.lanes.update({one.pair: one.samples_us for one in lanes})
+        return None
 
     def _rank(self, final: _Final, pair: TilePair) -> float:
         """Return the pair's ratio to today's, or its time where today's pair cannot run."""
