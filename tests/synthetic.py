@@ -6,7 +6,7 @@ import math
 import random
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.reference import ErrorMeasure
 from sm120tune.resolve import Card, JobRequest, resolve_job
 from sm120tune.search.board import halves
+from sm120tune.search.journal import Journal
 from sm120tune.search_space import staged_shared_bytes
 from sm120tune.tiles import Tile, TilePair
 
@@ -189,6 +190,11 @@ def make_job(
     settings = Settings(trials, exhaustive, budget_s, seed)
     request = JobRequest(problem, tuple(batch_sizes), UNIFORM, settings, sglang, output)
     return replace(resolve_job(request, Card(card, (), "model")), timer=timer)
+
+
+def open_journal(folder: Path, identity: Mapping[str, Any], *, fresh: bool = False) -> Journal:
+    """Return the journal of a run in the whole space."""
+    return Journal(folder, identity, fresh=fresh)
 
 
 def every_kind(key: object, kinds: Sequence[FailureKind], share: float = 0.4) -> Failure | None:

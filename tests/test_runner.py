@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import StubPool, SyntheticLane, bowl, every_kind, make_job, pair_us
+from synthetic import StubPool, SyntheticLane, bowl, every_kind, make_job, open_journal, pair_us
 
 from sm120tune import tune as tune_module
 from sm120tune.compiler import CompileSpec, TileFacts
@@ -28,7 +28,6 @@ from sm120tune.problem import DEFAULT_BATCH_SIZES, Gemm
 from sm120tune.provenance import RowProvenance, RowStatus
 from sm120tune.runner import Runner, RunResult
 from sm120tune.search.board import halves
-from sm120tune.search.journal import Journal
 from sm120tune.search_space import params_to_pair
 from sm120tune.tune import RunOptions, tune
 
@@ -83,7 +82,7 @@ class Bench:
     def run(
         self, job: Job, *lanes: Timer, pool: Any = None, observer: Recorder | None = None, fresh: bool = False
     ) -> RunResult:
-        journal = Journal(self.folder / "runs", job.identity(), fresh=fresh)
+        journal = open_journal(self.folder / "runs", job.identity(), fresh=fresh)
         runner = Runner(job, pool or StubPool(), lanes, journal, observer or Recorder())
         return asyncio.run(asyncio.wait_for(runner.run(), 120))
 
@@ -104,7 +103,7 @@ def timed_halves(lane: SyntheticLane) -> list[tuple[int, Any, Any]]:
 
 
 def test_a_run_ends_with_a_whole_ladder_of_faster_rows(bench: Bench, sglang_0_5_23: Path) -> None:
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(1, 16, 512, 5000))
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(1, 16, 512, 5000))
     lane, pool, observer = bench.lane(), StubPool(), Recorder()
     result = bench.run(job, lane, pool=pool, observer=observer)
     assert [row.m for row in result.rows] == sorted({*DEFAULT_BATCH_SIZES, 5000})
@@ -127,7 +126,7 @@ def test_a_run_ends_with_a_whole_ladder_of_faster_rows(bench: Bench, sglang_0_5_
 
 
 def test_nothing_is_timed_twice_and_everything_within_the_space(bench: Bench, sglang_0_5_23: Path) -> None:
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(1, 64, 512), trials=40)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(1, 64, 512), trials=40)
     lane = bench.lane()
     bench.run(job, lane)
     timed = timed_halves(lane)
@@ -139,7 +138,7 @@ def test_nothing_is_timed_twice_and_everything_within_the_space(bench: Bench, sg
 
 
 def test_a_lane_gets_what_the_compiler_said(bench: Bench, sglang_0_5_23: Path) -> None:
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(64,), trials=15)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64,), trials=15)
     lane = bench.lane()
 
     def facts(spec: CompileSpec) -> TileFacts:
@@ -152,7 +151,7 @@ def test_a_lane_gets_what_the_compiler_said(bench: Bench, sglang_0_5_23: Path) -
 
 
 def test_slow_tiles_are_given_up_early_but_never_the_best(bench: Bench, sglang_0_5_23: Path) -> None:
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(512,), trials=30)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(512,), trials=30)
     lane = bench.lane()
     bench.run(job, lane)
     limits = [request for request in lane.gemms if request.stop_above_us is not None]
@@ -164,7 +163,7 @@ def test_slow_tiles_are_given_up_early_but_never_the_best(bench: Bench, sglang_0
 
 
 def test_an_exhaustive_run_times_every_tile_once_and_finds_the_optimum(bench: Bench, sglang_0_5_23: Path) -> None:
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(16,), exhaustive=True, shared_memory=12288)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(16,), exhaustive=True, shared_memory=12288)
     lane = bench.lane()
     result = bench.run(job, lane)
     tiles = job.space(16).tiles()
@@ -184,7 +183,7 @@ def test_an_exhaustive_run_times_every_tile_once_and_finds_the_optimum(bench: Be
 
 
 def test_failures_of_every_kind_are_counted_and_never_chosen(bench: Bench, sglang_0_5_23: Path) -> None:
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(16, 512), trials=60)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(16, 512), trials=60)
 
     def fault(request: Any) -> Failure | None:
         if isinstance(request, GemmRequest):
@@ -215,7 +214,7 @@ def test_failures_of_every_kind_are_counted_and_never_chosen(bench: Bench, sglan
 
 @pytest.mark.parametrize("kind", list(FailureKind))
 def test_where_every_candidate_fails_every_row_is_kept(bench: Bench, sglang_0_5_23: Path, kind: FailureKind) -> None:
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(16, 512), trials=20)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(16, 512), trials=20)
     result = bench.run(job, bench.lane(fault=lambda _request: Failure(kind, "all of them")))
     assert {row.status for row in result.rows} == {RowStatus.KEPT}
     assert [row.m for row in result.rows if row.m in DEFAULT_BATCH_SIZES] == list(DEFAULT_BATCH_SIZES)
@@ -266,7 +265,7 @@ def test_a_failing_environment_is_one_users_error(
 
 
 def test_a_second_run_of_the_same_job_times_almost_nothing(bench: Bench, sglang_0_5_23: Path) -> None:
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(16, 64, 512), trials=30)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(16, 64, 512), trials=30)
     first, second, fresh = bench.lane(), bench.lane(), bench.lane()
     before = bench.run(job, first)
     after = bench.run(job, second)
@@ -282,28 +281,28 @@ def test_a_second_run_of_the_same_job_times_almost_nothing(bench: Bench, sglang_
 def test_more_trials_go_on_from_there(bench: Bench, sglang_0_5_23: Path) -> None:
     lanes = [bench.lane(), bench.lane()]
     for lane, trials in zip(lanes, (15, 40), strict=True):
-        bench.run(make_job(sglang_0_5_23, bench.folder, batch_sizes=(64,), trials=trials), lane)
+        bench.run(make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64,), trials=trials), lane)
     assert len(lanes[1].gemms) > 10
     assert not set(timed_halves(lanes[0])) & set(timed_halves(lanes[1]))
 
 
 def test_another_m_adds_to_the_same_run(bench: Bench, sglang_0_5_23: Path) -> None:
     lanes = [bench.lane(), bench.lane()]
-    bench.run(make_job(sglang_0_5_23, bench.folder, batch_sizes=(64,)), lanes[0])
-    result = bench.run(make_job(sglang_0_5_23, bench.folder, batch_sizes=(64, 128)), lanes[1])
+    bench.run(make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64,)), lanes[0])
+    result = bench.run(make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64, 128)), lanes[1])
     assert result.resumed >= 30
     again = {request.m: 0 for request in lanes[1].gemms} | Counter(request.m for request in lanes[1].gemms)
     assert again[128] > 10 * again.get(64, 0)
 
 
 def test_a_run_that_broke_off_goes_on_with_what_was_finished(bench: Bench, sglang_0_5_23: Path) -> None:
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(64, 512), trials=40)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64, 512), trials=40)
     broken = _BrokenLane(60, UserError("gone"))
     bench.lanes.append(broken)
     with pytest.raises((UserError, ExceptionGroup)) as caught:
         bench.run(job, broken)
     assert "UserError: gone" in "".join(traceback.format_exception(caught.value))
-    journal = Journal(bench.folder / "runs", job.identity(), fresh=False)
+    journal = open_journal(bench.folder / "runs", job.identity())
     kept = sum(len(journal.trials(m)) for m in job.batch_sizes)
     assert kept > 10
     known = {
@@ -325,7 +324,7 @@ def test_a_run_that_broke_off_goes_on_with_what_was_finished(bench: Bench, sglan
 @pytest.mark.parametrize("exhaustive", [False, True])
 def test_a_budget_ends_the_search_and_the_ladder_is_whole(bench: Bench, sglang_0_5_23: Path, exhaustive: bool) -> None:
     job = make_job(
-        sglang_0_5_23, bench.folder, batch_sizes=(16, 512), trials=100_000, budget_s=1.0, exhaustive=exhaustive
+        sglang_0_5_23, bench.folder / "out", batch_sizes=(16, 512), trials=100_000, budget_s=1.0, exhaustive=exhaustive
     )
     lane = bench.lane(before=lambda _request: time.sleep(0.01))
     begin = time.monotonic()
@@ -341,7 +340,7 @@ def test_a_budget_ends_the_search_and_the_ladder_is_whole(bench: Bench, sglang_0
 
 def test_two_lanes_share_the_ladder_in_contiguous_parts(bench: Bench, sglang_0_5_23: Path) -> None:
     sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=sizes, trials=8)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=sizes, trials=8)
     pause = lambda _request: time.sleep(0.001)  # noqa: E731
     lanes = [bench.lane(name="one", before=pause), bench.lane(name="two", before=pause)]
     result = bench.run(job, *lanes)
@@ -360,7 +359,7 @@ def test_two_lanes_share_the_ladder_in_contiguous_parts(bench: Bench, sglang_0_5
 
 
 def test_more_lanes_than_sizes_is_no_trouble(bench: Bench, sglang_0_5_23: Path) -> None:
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(64,), trials=10)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64,), trials=10)
     lanes = [bench.lane(name=str(number)) for number in range(4)]
     result = bench.run(job, *lanes)
     assert {row.m for row in result.rows if row.status is RowStatus.TUNED} == {64}
@@ -369,7 +368,7 @@ def test_more_lanes_than_sizes_is_no_trouble(bench: Bench, sglang_0_5_23: Path) 
 
 def test_a_slow_lane_is_helped(bench: Bench, sglang_0_5_23: Path) -> None:
     sizes = tuple(range(1, 25))
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=sizes, trials=4)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=sizes, trials=4)
     slow = bench.lane(name="slow", before=lambda _request: time.sleep(0.02))
     quick = bench.lane(name="quick")
     bench.run(job, slow, quick)
@@ -381,7 +380,7 @@ def test_a_slow_lane_is_helped(bench: Bench, sglang_0_5_23: Path) -> None:
 
 
 def test_real_compilers_feed_the_lane(bench: Bench, sglang_0_5_23: Path, own_cache: Path) -> None:
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(64,), trials=4)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64,), trials=4)
     pool = CompilePool(CompileCache(own_cache / "runner"), 2)
     lane = bench.lane()
     try:
@@ -400,7 +399,7 @@ def test_real_compilers_feed_the_lane(bench: Bench, sglang_0_5_23: Path, own_cac
 
 def test_what_the_compiler_finds_too_large_is_never_timed(bench: Bench, sglang_0_5_23: Path, own_cache: Path) -> None:
     # On a card with little shared memory, today's tile is still within it, many others are not.
-    job = make_job(sglang_0_5_23, bench.folder, batch_sizes=(64,), trials=1, shared_memory=14000)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64,), trials=1, shared_memory=14000)
     pool = CompilePool(CompileCache(own_cache / "runner"), 2)
     lane = bench.lane()
     try:

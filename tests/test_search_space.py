@@ -304,9 +304,23 @@ def test_pairs_outside_the_space_have_no_parameters(pair: TilePair) -> None:
 
 def test_a_changed_space_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     before = space_hash()
-    assert before == space_hash()
-    monkeypatch.setattr(search_space, "VALUES", {**VALUES, "num_stages": (2, 3, 4)})
-    assert space_hash() != before
-    monkeypatch.setattr(search_space, "VALUES", VALUES)
+    assert before == space_hash() == space_hash(dict(reversed(VALUES.items())))
+    assert space_hash({**VALUES, "num_stages": (2, 3, 4)}) != before
     monkeypatch.setattr(search_space, "SPACE_VERSION", search_space.SPACE_VERSION + 1)
     assert space_hash() != before
+
+
+def test_a_smaller_base_space_is_a_part_of_the_whole() -> None:
+    values = {**VALUES, "GROUP_SIZE_M": (1, 16), "num_stages": (3,)}
+    assert len(every_tile(values)) == 5 * 5 * 4 * 2 * 2
+    assert set(every_tile(values)) < set(every_tile())
+    for m in SIZES:
+        space = Space(SMALL, m, SM120, exhaustive=True, values=values)
+        for tile in every_tile(values):
+            assert space.canonical(tile) in every_tile(values)
+        for tile in space.tiles():
+            assert set(space.neighbours(tile)) <= set(space.tiles())
+    inside, outside = TilePair.same(Tile(16, 64, 64, 16)), TilePair.same(Tile(16, 64, 64, 8))
+    assert pair_to_params(inside, values) == pair_to_params(inside)
+    assert pair_to_params(outside, values) is None
+    assert distributions(values)["down.GROUP_SIZE_M"].choices == (1, 16)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from optuna.trial import TrialState
-from synthetic import SMALL, bowl, every_kind
+from synthetic import SMALL, bowl, every_kind, open_journal
 
 import sm120tune
 from sm120tune.errors import UserError
@@ -55,7 +55,7 @@ def resume(step: SearchStep, journal: Journal) -> None:
 
 def filled(folder: Path, trials: int = 6, m: int = 64) -> Path:
     """Return the file of a journal with some trials."""
-    journal = Journal(folder, IDENTITY, fresh=False)
+    journal = open_journal(folder, IDENTITY)
     search(make_step(m, trials), journal)
     return journal.path
 
@@ -66,10 +66,10 @@ def filled(folder: Path, trials: int = 6, m: int = 64) -> Path:
 def test_a_resumed_search_stands_where_it_stood_and_repeats_nothing(tmp_path: Path) -> None:
     for m in (16, 512):
         first = make_step(m, 20)
-        told = search(first, Journal(tmp_path, IDENTITY, fresh=False))
+        told = search(first, open_journal(tmp_path, IDENTITY))
         assert any(isinstance(first.board.score(pair), Failure) for pair in told)
 
-        journal = Journal(tmp_path, IDENTITY, fresh=False)
+        journal = open_journal(tmp_path, IDENTITY)
         second = make_step(m, 40)
         resume(second, journal)
         assert second.told == len(told) == 20
@@ -84,12 +84,12 @@ def test_a_resumed_search_stands_where_it_stood_and_repeats_nothing(tmp_path: Pa
         more = search(second, journal)
         assert len(more) == 20
         assert not set(more) & set(told)
-        assert len(Journal(tmp_path, IDENTITY, fresh=False).trials(m)) == 40
+        assert len(open_journal(tmp_path, IDENTITY).trials(m)) == 40
 
 
 def test_a_spent_search_resumes_to_its_end(tmp_path: Path) -> None:
-    search(make_step(64, 10), Journal(tmp_path, IDENTITY, fresh=False))
-    journal = Journal(tmp_path, IDENTITY, fresh=False)
+    search(make_step(64, 10), open_journal(tmp_path, IDENTITY))
+    journal = open_journal(tmp_path, IDENTITY)
     again = make_step(64, 10)
     resume(again, journal)
     assert search(again, journal) == []
@@ -97,8 +97,8 @@ def test_a_spent_search_resumes_to_its_end(tmp_path: Path) -> None:
 
 
 def test_resuming_twice_counts_once(tmp_path: Path) -> None:
-    search(make_step(64, 6), Journal(tmp_path, IDENTITY, fresh=False))
-    journal = Journal(tmp_path, IDENTITY, fresh=False)
+    search(make_step(64, 6), open_journal(tmp_path, IDENTITY))
+    journal = open_journal(tmp_path, IDENTITY)
     step = make_step(64, 6)
     resume(step, journal)
     resume(step, journal)
@@ -106,25 +106,25 @@ def test_resuming_twice_counts_once(tmp_path: Path) -> None:
 
 
 def test_each_m_has_a_study_of_its_own(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, IDENTITY, fresh=False)
+    journal = open_journal(tmp_path, IDENTITY)
     search(make_step(16, 3), journal)
     search(make_step(512, 5), journal)
-    again = Journal(tmp_path, IDENTITY, fresh=False)
+    again = open_journal(tmp_path, IDENTITY)
     assert [len(again.trials(m)) for m in (16, 512, 4096)] == [3, 5, 0]
 
 
 def test_only_finished_trials_are_returned(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, IDENTITY, fresh=False)
+    journal = open_journal(tmp_path, IDENTITY)
     search(make_step(16, 3), journal)
     journal.study(16).ask()
-    trials = Journal(tmp_path, IDENTITY, fresh=False).trials(16)
+    trials = open_journal(tmp_path, IDENTITY).trials(16)
     assert len(trials) == 3
     assert all(trial.state in (TrialState.COMPLETE, TrialState.FAIL) for trial in trials)
 
 
 def test_notes_are_kept_with_their_m(tmp_path: Path) -> None:
-    Journal(tmp_path, IDENTITY, fresh=False).save_note(16, "race", {"rounds": [1, 2]})
-    again = Journal(tmp_path, IDENTITY, fresh=False)
+    open_journal(tmp_path, IDENTITY).save_note(16, "race", {"rounds": [1, 2]})
+    again = open_journal(tmp_path, IDENTITY)
     assert again.note(16, "race") == {"rounds": [1, 2]}
     assert again.note(32, "race") is None
     assert again.note(16, "other") is None
@@ -132,7 +132,7 @@ def test_notes_are_kept_with_their_m(tmp_path: Path) -> None:
 
 def test_another_identity_is_another_run(tmp_path: Path) -> None:
     filled(tmp_path)
-    other = Journal(tmp_path, {**IDENTITY, "seed": 1}, fresh=False)
+    other = open_journal(tmp_path, {**IDENTITY, "seed": 1})
     assert other.trials(64) == []
     assert run_hash({**IDENTITY, "seed": 1}) != run_hash(IDENTITY)
     # The order of the keys says nothing.
@@ -140,14 +140,14 @@ def test_another_identity_is_another_run(tmp_path: Path) -> None:
 
 
 def test_the_folder_says_what_it_is_for(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, IDENTITY, fresh=False)
+    journal = open_journal(tmp_path, IDENTITY)
     assert json.loads((journal.folder / "identity.json").read_text()) == IDENTITY
 
 
 def test_fresh_starts_over(tmp_path: Path) -> None:
     filled(tmp_path)
-    assert Journal(tmp_path, IDENTITY, fresh=True).trials(64) == []
-    assert Journal(tmp_path, IDENTITY, fresh=False).trials(64) == []
+    assert open_journal(tmp_path, IDENTITY, fresh=True).trials(64) == []
+    assert open_journal(tmp_path, IDENTITY).trials(64) == []
 
 
 # Interrupted writes and damage
@@ -162,12 +162,12 @@ def test_a_torn_last_line_costs_that_line_alone(tmp_path: Path, cut: int) -> Non
     assert last < end < len(content)
     path.write_bytes(content[:end])
 
-    journal = Journal(tmp_path, IDENTITY, fresh=False)
+    journal = open_journal(tmp_path, IDENTITY)
     assert len(journal.trials(64)) == 5
     step = make_step(64, 9)
     resume(step, journal)
     assert len(search(step, journal)) == 4
-    assert len(Journal(tmp_path, IDENTITY, fresh=False).trials(64)) == 9
+    assert len(open_journal(tmp_path, IDENTITY).trials(64)) == 9
 
 
 @pytest.mark.parametrize(
@@ -183,16 +183,16 @@ def test_damage_is_told_in_one_line_and_fresh_goes_on(tmp_path: Path, line: byte
     damaged = b"\n".join(lines) + b"\n"
     path.write_bytes(damaged)
     with pytest.raises(UserError) as caught:
-        Journal(tmp_path, IDENTITY, fresh=False)
+        open_journal(tmp_path, IDENTITY)
     message = str(caught.value)
     assert str(path) in message
     assert "--fresh" in message
     assert "\n" not in message
     assert path.read_bytes() == damaged
 
-    journal = Journal(tmp_path, IDENTITY, fresh=True)
+    journal = open_journal(tmp_path, IDENTITY, fresh=True)
     search(make_step(64, 2), journal)
-    assert len(Journal(tmp_path, IDENTITY, fresh=False).trials(64)) == 2
+    assert len(open_journal(tmp_path, IDENTITY).trials(64)) == 2
 
 
 APPEND = """
@@ -241,7 +241,7 @@ def test_a_killed_process_loses_nothing_that_it_had_finished(tmp_path: Path) -> 
             process.send_signal(signal.SIGKILL)
             said = int((process.stdout.read().split() or [said])[-1])
         begin = time.monotonic()
-        journal = Journal(tmp_path, {"run": "killed"}, fresh=False)
+        journal = open_journal(tmp_path, {"run": "killed"})
         trials = journal.trials(64)
         assert len(trials) >= said
         assert all(params_to_pair(trial.params) for trial in trials)
@@ -256,7 +256,7 @@ def test_a_process_killed_in_the_middle_of_an_append_is_not_waited_for(tmp_path:
         process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
     begin = time.monotonic()
-    journal = Journal(tmp_path, {"run": "killed"}, fresh=False)
+    journal = open_journal(tmp_path, {"run": "killed"})
     search(make_step(64, 2), journal)
     assert len(journal.trials(64)) == 2
     assert time.monotonic() - begin < 20
@@ -268,7 +268,7 @@ def test_two_processes_append_to_one_journal(tmp_path: Path) -> None:
         for process in (one, other):
             process.communicate(timeout=120)
             assert process.returncode == 0
-    trials = Journal(tmp_path, {"run": "killed"}, fresh=False).trials(64)
+    trials = open_journal(tmp_path, {"run": "killed"}).trials(64)
     assert sorted(trial.value for trial in trials if trial.value is not None) == sorted(
         2 * list(map(float, range(count)))
     )
@@ -279,10 +279,10 @@ def test_opening_a_journal_leaves_alone_what_another_process_is_writing(tmp_path
         assert process.stdout is not None
         process.stdout.readline()
         while process.poll() is None:
-            Journal(tmp_path, {"run": "killed"}, fresh=False)
+            open_journal(tmp_path, {"run": "killed"})
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert len(Journal(tmp_path, {"run": "killed"}, fresh=False).trials(64)) == 400
+    assert len(open_journal(tmp_path, {"run": "killed"}).trials(64)) == 400
 
 
 # Folders that cannot be written
@@ -291,7 +291,7 @@ def test_opening_a_journal_leaves_alone_what_another_process_is_writing(tmp_path
 def test_a_folder_in_the_way_of_which_there_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(UserError, match=r"cannot write the journal .*runs"):
-        Journal(tmp_path / "runs", IDENTITY, fresh=False)
+        open_journal(tmp_path / "runs", IDENTITY)
 
 
 READ_ONLY = """
@@ -333,6 +333,6 @@ def test_a_full_disk_is_told_and_all_earlier_trials_are_safe(tmp_path: Path) -> 
     assert process.returncode != 0
     assert "UserError: cannot write the journal" in errors
     assert "File too large" in errors
-    journal = Journal(tmp_path, {"run": "killed"}, fresh=False)
+    journal = open_journal(tmp_path, {"run": "killed"})
     assert len(journal.trials(64)) == said
     journal.save_note(64, "still", "works")
