@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from sm120tune.compiler import TileFacts
@@ -38,6 +39,8 @@ _STOP_FACTOR = 1.5
 """A tile slower than this times the best is timed once."""
 _NEIGHBOUR_SEEDS = 6
 _POLISH_SEEDS = 3
+_PASSES = (0.4, 0.8, 1.0)
+"""Shares of the trials after which neighbours' winners are exchanged."""
 _SEARCH_SHARE = 0.75
 """Of a budget; the rest is for races and checks."""
 
@@ -83,10 +86,7 @@ class Runner:
         self._deadline = None if budget is None else begin + _SEARCH_SHARE * budget
         trials = self._job.settings.trials
         async with self._phase("search", len(self._job.batch_sizes) * trials):
-            await self._over_lanes(self._job.batch_sizes, self._search, active=_ACTIVE)
-        async with self._phase("polish", 0):
-            self._exchange_winners()
-            await self._over_lanes(self._job.batch_sizes, self._continue, active=_ACTIVE)
+            await self._search_all(trials)
         settler = Settler(self._job, self._pool, self.steps, self._journal)
         async with self._phase("race", len(self.steps)):
             await self._over_lanes(tuple(self.steps), self._counted(settler.race), active=1)
@@ -98,6 +98,24 @@ class Runner:
         self._result.failures = settler.failures()
         self._result.compiled = self._pool.compiled
         return self._result
+
+    async def _search_all(self, trials: int) -> None:
+        """Search every M in passes, each seeded with what its neighbours found in the one before."""
+        sizes = self._job.batch_sizes
+        for number, share in enumerate(_PASSES):
+            limit = max(1, round(share * trials))
+            if number == 0:
+                await self._over_lanes(sizes, partial(self._begin, limit=limit), active=_ACTIVE)
+                continue
+            if self._late():
+                break
+            for m, step in self.steps.items():
+                step.allow(limit)
+                step.add_seeds(self._neighbours(m, _POLISH_SEEDS))
+            await self._over_lanes(sizes, self._continue, active=_ACTIVE)
+
+    def _late(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
 
     @asynccontextmanager
     async def _phase(self, name: str, total: int) -> AsyncIterator[None]:
@@ -140,9 +158,9 @@ class Runner:
 
         return counted
 
-    async def _search(self, m: int, lane: Timer) -> None:
+    async def _begin(self, m: int, lane: Timer, *, limit: int) -> None:
         settings = self._job.settings
-        step_settings = StepSettings(trials=settings.trials, seed=settings.seed + m)
+        step_settings = StepSettings(trials=limit, seed=settings.seed + m)
         step = SearchStep(self._job.space(m), step_settings, [])
         stored = self._journal.trials(m)
         step.resume(stored, lambda data: read_timing(self._job.timer, data))
@@ -152,15 +170,13 @@ class Runner:
         step.add_seeds(self._seeds.at(m))
         self.steps[m] = step
         await self._continue(m, lane)
-        if not settings.exhaustive:
-            self._observer.advance(max(0, settings.trials - step.told))
 
     async def _continue(self, m: int, lane: Timer) -> None:
         """Ask, time and tell until the step proposes nothing more."""
         step = self.steps[m]
         pending: set[asyncio.Task[None]] = set()
         while True:
-            if self._deadline is not None and time.monotonic() > self._deadline:
+            if self._late():
                 step.give_up()
             while len(pending) < _DEPTH and (pair := step.ask()) is not None:
                 pending.add(_start(self._trial(step, lane, pair)))
@@ -217,12 +233,6 @@ class Runner:
             if other is not None:
                 pairs += self.steps[other].board.best_pairs(count)
         return pairs
-
-    def _exchange_winners(self) -> None:
-        late = self._deadline is not None and time.monotonic() > self._deadline
-        if not late:
-            for m, step in self.steps.items():
-                step.add_seeds(self._neighbours(m, _POLISH_SEEDS))
 
     def _report(self, step: SearchStep, lane: Timer) -> None:
         best = step.board.best_pairs(1)

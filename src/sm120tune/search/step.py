@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optuna
@@ -108,6 +108,11 @@ class SearchStep:
                 self._told += 1
                 self._study.add_trial(trial)
 
+    def allow(self, trials: int) -> None:
+        """Let the step go on until this many pairs are told."""
+        self._settings = replace(self._settings, trials=trials)
+        self._exhausted = False
+
     def ask(self) -> TilePair | None:
         """Return a pair that has not been proposed before, or None when there is none for now."""
         if self._grid is not None:
@@ -145,7 +150,7 @@ class SearchStep:
         """Propose nothing more: the time is up."""
         self._queue.clear()
         self._grid = None
-        self._settings = StepSettings(0, self._settings.sampler_share, self._settings.seed)
+        self.allow(0)
 
     def _spent(self) -> bool:
         return self._grid is None and self._told + len(self._open) >= self._settings.trials
