@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -27,6 +28,8 @@ _TASKS_PER_PROCESS = 3000
 
 _RETRIES = 1
 """A worker that was killed from outside says nothing of its candidate; a second death is blamed on it."""
+
+_STOPPED = Failure(FailureKind.LAUNCH_ERROR, "stopped")
 
 
 class GpuLane:
@@ -103,7 +106,9 @@ class GpuLane:
         try:
             task = self._pool.schedule(function, args=list(args), timeout=timeout_s)
         except RuntimeError as error:
-            if not self._stopping.is_set():
+            if self._stopping.is_set():
+                result.set_result(_STOPPED)
+            else:
                 result.set_exception(UserError(f"{self._name}: the worker cannot be started: {error}"))
             return
 
@@ -124,7 +129,7 @@ class GpuLane:
 
     def _answer(self, future: Future[Any], what: str, timeout_s: float) -> Any:
         if self._stopping.is_set():
-            return Failure(FailureKind.LAUNCH_ERROR, "stopped")
+            return _STOPPED
         try:
             return future.result()
         except TimeoutError:
@@ -136,8 +141,10 @@ class GpuLane:
                 return Failure(FailureKind.ILLEGAL_ACCESS, "the CUDA context was lost")
             code = error.exitcode
             return _Died(f"signal {-code}" if code < 0 else f"exit code {code}")
+        except BrokenProcessPool:
+            return UserError(f"{self._name}: the worker ends as soon as it is started; what it printed says why")
         except CancelledError:
-            return Failure(FailureKind.LAUNCH_ERROR, "stopped")
+            return _STOPPED
         except Exception as error:
             return error
 
