@@ -108,6 +108,10 @@ class SyntheticLane:
         self.checks.append(request)
         return self._thread.submit(self._verify, request)
 
+    def busy_s(self) -> Future[float]:
+        """No GPU, no seconds of it."""
+        return self._thread.submit(float)
+
     def stop(self) -> None:
         """End the thread."""
         self.stopped = True
