@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,26 @@ class LocalGPU:
     """Whether its memory is the machine's own, so that memory in use says nothing about the GPU."""
 
 
+_early: list[Future[tuple[LocalGPU, ...]]] = []
+
+
+def ask_early() -> None:
+    """Begin to ask for the local GPUs in the background: child and parent both need seconds to import torch."""
+    if not _early:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="local-gpus")
+        _early.append(pool.submit(_ask_now, 60.0))
+        pool.shutdown(wait=False)
+
+
 def local_gpus(timeout_s: float = 60.0) -> tuple[LocalGPU, ...]:
+    """Return the GPUs of this machine, from :func:`ask_early`'s answer where that was called.
+
+    See :func:`_ask_now` for how they are asked for; raises what it raises.
+    """
+    return _early.pop().result() if _early else _ask_now(timeout_s)
+
+
+def _ask_now(timeout_s: float) -> tuple[LocalGPU, ...]:
     """Ask a child process which GPUs CUDA sees, so that this one never touches CUDA.
 
     CUDA_VISIBLE_DEVICES is respected. Returns () where torch has no CUDA or there is no GPU; raises UserError where

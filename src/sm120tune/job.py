@@ -29,6 +29,8 @@ class Settings:
     exhaustive: bool
     budget_s: float | None
     seed: int
+    fewest_keys: bool = False
+    """Leave out keys whose M a neighbour's row serves as well."""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,8 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
 
     tree = find_sglang(request.sglang)
     kernels = load_kernels(tree)
-    target = Target(card.spec.name, card.spec.shared_memory_per_block, triton.__version__)
+    triton_version = triton.__version__ if request.table is None else str(request.table.meta["triton"])
+    target = Target(card.spec.name, card.spec.shared_memory_per_block, triton_version)
     config_dir = os.environ.get("SGLANG_MOE_CONFIG_DIR")
     folder = Path(config_dir) if config_dir else None
     names = ConfigLookup(tree, target, config_dir=folder).file_names(request.problem)
@@ -132,9 +133,9 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
         gpus=card.gpus,
         tree=tree,
         lookup=lookup,
-        source_hash=kernels.source_hash,
+        source_hash=kernels.source_hash if request.table is None else request.table.meta["kernel_source_hash"],
         pdl=launch_flags(kernels.fused_moe, card.spec.arch).pdl,
-        triton_version=triton.__version__,
+        triton_version=triton_version,
         batch_sizes=request.batch_sizes,
         routing=request.routing,
         timer=card.timer,

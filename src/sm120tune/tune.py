@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from sm120tune.compiler.cache import CompileCache
 from sm120tune.compiler.pool import CompilePool, VariantPool
 from sm120tune.devices import LocalGPU
 from sm120tune.errors import UserError
-from sm120tune.failures import Failure
 from sm120tune.job import Job
 from sm120tune.measure.gpu_lane import GpuLane
 from sm120tune.measure.lane import Timer
@@ -37,8 +35,6 @@ class Outcome:
 
     result: RunResult
     written: WrittenPair
-    missing: tuple[int, ...]
-    """Asked for, but without any pair that runs."""
     seconds: float
 
 
@@ -49,13 +45,15 @@ class RunOptions:
     output: Path
     fresh: bool = False
     replace: bool = False
+    began: float | None = None
+    """``time.monotonic()`` at the start of the command; a budget counts from there."""
     workers: int | None = None
     """Compile processes; None leaves one core to each GPU's process."""
 
 
 def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
     """Tune and write; raises UserError, and KeyboardInterrupt with every finished trial in the journal."""
-    begin = time.monotonic()
+    begin = time.monotonic() if options.began is None else options.began
     root = cache_root()
     journal = Journal(root / "runs", job.identity(), fresh=options.fresh, space=space_hash(job.values))
     cache = CompileCache(root / "compile")
@@ -63,24 +61,19 @@ def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
     pool: VariantPool = CompilePool(cache, workers) if job.table is None else ReplayPool(job.table)
     lanes: list[Timer] = []
     try:
-        observer.phase("start", max(1, len(job.gpus)))
-        lanes = _start_lanes(job, cache, observer)
-        started = time.monotonic() - begin
+        lanes = _make_lanes(job, cache, observer)
         try:
-            result = asyncio.run(Runner(job, pool, lanes, journal, observer).run())
+            result = asyncio.run(Runner(job, pool, lanes, journal, observer, options.began).run())
         except* UserError as group:
             raise _first(group) from None
     finally:
         for lane in lanes:
             lane.stop()
         pool.stop()
-    result.seconds = {"start": started, **result.seconds}
     written = write_ladder(options.output, _ladder(job, result), replace=options.replace)
-    done = {row.m for row in result.rows}
     return Outcome(
         result=result,
         written=written,
-        missing=tuple(m for m in job.batch_sizes if m not in done),
         seconds=time.monotonic() - begin,
     )
 
@@ -93,21 +86,12 @@ def _first(group: BaseExceptionGroup[UserError]) -> UserError:
     return error
 
 
-def _start_lanes(job: Job, cache: CompileCache, observer: Observer) -> list[Timer]:
+def _make_lanes(job: Job, cache: CompileCache, observer: Observer) -> list[Timer]:
     if job.table is not None:
-        observer.advance()
         return [ReplayLane(job.table, job.settings.seed)]
     if job.timer != "cuda":
-        observer.advance()
         return [ModelLane(job.problem, job.device, job.routing)]
-    lanes = [GpuLane(f"GPU {gpu.index}", worker_setup(job, gpu, cache), observer.event) for gpu in job.gpus]
-    try:
-        _await_workers(lanes, observer)
-    except BaseException:
-        for lane in lanes:
-            lane.stop()
-        raise
-    return list(lanes)
+    return [GpuLane(f"GPU {gpu.index}", worker_setup(job, gpu, cache), observer.event) for gpu in job.gpus]
 
 
 def worker_setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
@@ -122,18 +106,6 @@ def worker_setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
         seed=job.settings.seed,
         triton_folder=cache.triton_folder,
     )
-
-
-def _await_workers(lanes: Sequence[GpuLane], observer: Observer) -> None:
-    for lane, future in [(lane, lane.prepare()) for lane in lanes]:
-        info = future.result()
-        if isinstance(info, Failure):
-            raise UserError(f"{lane.name}: cannot start ({info.kind.value}: {info.message})")
-        observer.event(
-            f"{lane.name}: {info.device_name}, {info.allocated_bytes / 2**30:.1f} GiB allocated, "
-            f"copies {info.copy_bandwidth / 1e12:.2f} TB/s"
-        )
-        observer.advance()
 
 
 def _ladder(job: Job, result: RunResult) -> Ladder:
@@ -165,6 +137,7 @@ def _ladder(job: Job, result: RunResult) -> Ladder:
             "seconds": {name: round(value, 1) for name, value in result.seconds.items()},
             "compiled": result.compiled,
             "timed": result.timed,
+            "gpu_busy_s": round(result.busy_s, 1),
             "resumed": result.resumed,
         },
         failures=dict(result.failures),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 import click
 
 from sm120tune import __version__
-from sm120tune.cli.tune import tune_command
+from sm120tune.devices import ask_early
 from sm120tune.errors import UserError
 
 EXIT_BAD_INPUT = 2
@@ -19,7 +20,21 @@ _IMPLICIT = "tune"
 _OWN_OPTIONS = ("--help", "-h", "--version")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _Commands(click.Group):
+    """Imports a command when it is asked for: torch and Triton take seconds to import."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return ["tune"]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name != "tune":
+            return None
+        from sm120tune.cli.tune import tune_command
+
+        return tune_command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="sm120tune")
 def commands() -> None:
     """Tune SGLang's fused-MoE Triton kernel and write the pair of config files that SGLang loads.
@@ -29,17 +44,17 @@ def commands() -> None:
     """
 
 
-commands.add_command(tune_command)
-
-
 def run(argv: Sequence[str]) -> int:
     """Run one command; returns the exit code (0 done, 1 fell short, 2 bad input, 130 interrupted)."""
+    began = time.monotonic()
     args = list(argv)
     if args and args[0].startswith("-") and args[0] not in _OWN_OPTIONS:
         args.insert(0, _IMPLICIT)
+    if args[:1] == [_IMPLICIT] and not {"--help", "-h"} & set(args):
+        ask_early()
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        code = commands.main(args=args, prog_name="sm120tune", standalone_mode=False)
+        code = commands.main(args=args, prog_name="sm120tune", standalone_mode=False, obj=began)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return EXIT_BAD_INPUT

@@ -48,7 +48,11 @@ def show_job(out: Console, job: Job, output: Path) -> None:
     up, down = job.lookup.file_names(job.problem)
     version = job.triton_version.replace(".", "_")
     out.print(f"problem: {job.problem}, routing {job.routing}")
-    how = "estimated, not measured: no such card is used" if job.timer == "model" else f"{len(job.gpus)} GPU(s)"
+    how = {
+        "model": "estimated, not measured: no such card is used",
+        "replay": "replayed from a recorded table",
+        "cuda": f"{len(job.gpus)} GPU(s)",
+    }[job.timer]
     out.print(f"card: {job.device.name} (SM{job.device.arch}), {how}")
     out.print(f"SGLang {job.tree.version} at {job.tree.package}, Triton {job.triton_version}")
     out.print(f"target: {output / job.kind / 'configs' / f'triton_{version}'}/")
@@ -167,8 +171,8 @@ def show_outcome(out: Console, job: Job, outcome: Outcome) -> None:
             "These rows are ESTIMATES of a simple model, never run on the card; measure on the card before you "
             "serve with them."
         )
-    if outcome.missing:
-        out.print(f"no pair runs at M={', '.join(map(str, outcome.missing))}")
+    if outcome.result.missing:
+        out.print(f"no pair runs at M={', '.join(map(str, outcome.result.missing))}")
 
 
 def outcome_json(job: Job, outcome: Outcome) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def outcome_json(job: Job, outcome: Outcome) -> dict[str, Any]:
         "device": job.device.name,
         "rows": [row.to_json() for row in outcome.result.rows],
         "failures": dict(outcome.result.failures),
-        "missing": list(outcome.missing),
+        "missing": list(outcome.result.missing),
         "seconds": {**outcome.result.seconds, "total": outcome.seconds},
         "compiled": outcome.result.compiled,
         "timed": outcome.result.timed,

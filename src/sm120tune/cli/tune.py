@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,11 +13,12 @@ import click
 
 from sm120tune.cli import report
 from sm120tune.cli.progress import make_observer
-from sm120tune.devices import busy_reason
+from sm120tune.devices import busy_reason, find_device
 from sm120tune.errors import UserError
 from sm120tune.job import Settings
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.routing import parse_routing
+from sm120tune.measure.table import Table, read_table
 from sm120tune.problem import DEFAULT_BATCH_SIZES, DTYPES, MoEProblem, check_batch_sizes
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.tune import RunOptions, tune
@@ -30,10 +32,10 @@ DEFAULT_TRIALS = {"cuda": 64, "model": 20, "replay": 64}
 class TuneOptions:
     """The options of the command, as click parsed them."""
 
-    experts: int
+    experts: int | None
     tp: int
     ep: int
-    inter: int
+    inter: int | None
     hidden: int | None
     topk: int | None
     dtype: str
@@ -49,6 +51,7 @@ class TuneOptions:
     search: str
     seed: int
     timer: str | None
+    keys: str
     routing: str
     workers: int | None
     fresh: bool
@@ -70,10 +73,10 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 
 
 @click.command("tune", context_settings={"show_default": True})
-@click.option("--experts", type=int, required=True, help="Routed experts of the model, all ranks together.")
+@click.option("--experts", type=int, help="Routed experts of the model, all ranks together.  [required]")
 @click.option("--tp", type=int, default=1, help="Tensor parallel size.")
 @click.option("--ep", type=int, default=1, help="Expert parallel size; tp must be divisible by it.")
-@click.option("--inter", type=int, required=True, help="moe_intermediate_size of the model, before any split.")
+@click.option("--inter", type=int, help="moe_intermediate_size of the model, before any split.  [required]")
 @click.option("--hidden", type=int, help=f"Hidden size.  [default: {DEFAULT_HIDDEN}, GLM-5's]")
 @click.option("--topk", type=int, help=f"Experts per token.  [default: {DEFAULT_TOPK}, GLM-5's]")
 @click.option("--dtype", default="bf16", help=f"One of {', '.join(DTYPES)}.")
@@ -101,7 +104,15 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 @click.option("--search", type=click.Choice(["optuna", "exhaustive"]), default="optuna", help="How to search.")
 @click.option("--seed", type=int, default=0, help="Seed of data, routing and search.")
 @click.option(
-    "--timer", type=click.Choice(["cuda", "model"]), help="Measure or estimate.  [default: cuda where the card is here]"
+    "--timer",
+    help="cuda (measure), model (estimate) or replay:FILE (a recorded table, which brings problem, card and M).  "
+    "[default: cuda where the card is here]",
+)
+@click.option(
+    "--keys",
+    type=click.Choice(["all", "auto"]),
+    default="all",
+    help="Write every M, or the fewest that keep every M within 2 % of its own best.",
 )
 @click.option("--routing", default="uniform", help="uniform, balanced or power:ALPHA.")
 @click.option("--workers", type=int, help="Compile processes.  [default: cores less GPUs]")
@@ -112,13 +123,66 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def tune_command(**options: Any) -> int:
     """Tune one MoE layer shape and write the pair of files that SGLang asks for."""
-    return _tune(TuneOptions(**options))
+    return _tune(TuneOptions(**options), began=click.get_current_context().find_object(float) or time.monotonic())
 
 
-def _tune(options: TuneOptions) -> int:
+def _tune(options: TuneOptions, began: float) -> int:
     _check_numbers(options)
     console = report.console(quiet=options.quiet)
-    problem = MoEProblem.from_parallelism(
+    table = _table(options)
+    if table is not None:
+        card = Card(find_device(table.device_name), (), "replay")
+        problem, sizes, routing = table.problem, table.sizes, parse_routing(table.routing)
+    else:
+        problem, sizes, routing = _problem(options), options.batch_sizes, parse_routing(options.routing)
+        timer = cast("TimerName | None", options.timer)
+        card = resolve_card(CardRequest(options.device, options.device_spec, options.gpus, timer))
+    settings = Settings(
+        trials=options.trials if options.trials is not None else DEFAULT_TRIALS[card.timer],
+        exhaustive=options.search == "exhaustive",
+        budget_s=options.budget,
+        seed=options.seed,
+        fewest_keys=options.keys == "auto",
+    )
+    request = JobRequest(problem, sizes, routing, settings, options.sglang, options.output, table)
+    job = resolve_job(request, card)
+    if table is None:
+        report.show_assumptions(console, options.hidden is None, options.topk is None, problem, options.ep)
+    report.show_job(console, job, options.output)
+    _warn_if_busy(card)
+    if options.dry_run:
+        plan = report.plan(job, options.workers)
+        report.show_plan(console, plan)
+        if options.as_json:
+            print(json.dumps(plan.to_json(), indent=4))
+        return 0
+    run_options = RunOptions(options.output, options.fresh, options.replace, began, options.workers)
+    with make_observer(console, quiet=options.quiet) as observer:
+        outcome = tune(job, run_options, observer)
+    report.show_outcome(console, job, outcome)
+    if options.as_json:
+        print(json.dumps(report.outcome_json(job, outcome), indent=4))
+    return 1 if outcome.result.missing else 0
+
+
+def _table(options: TuneOptions) -> Table | None:
+    kind, _, file = (options.timer or "").partition(":")
+    if kind != "replay":
+        if options.timer not in {None, "cuda", "model"}:
+            raise UserError(f"--timer {options.timer} is unknown; choose cuda, model or replay:FILE")
+        return None
+    if not file:
+        raise UserError("--timer replay needs a file: --timer replay:bench/tables/….parquet")
+    if options.experts is not None or options.inter is not None or options.device is not None:
+        raise UserError("--timer replay:FILE brings problem and card; leave out --experts, --inter and --device")
+    return read_table(Path(file))
+
+
+def _problem(options: TuneOptions) -> MoEProblem:
+    if options.experts is None or options.inter is None:
+        missing = "--experts" if options.experts is None else "--inter"
+        raise UserError(f"missing {missing}; the least is for example: --experts 256 --tp 8 --inter 2048")
+    return MoEProblem.from_parallelism(
         experts=options.experts,
         tp=options.tp,
         ep=options.ep,
@@ -128,34 +192,6 @@ def _tune(options: TuneOptions) -> int:
         dtype=options.dtype,
         shared_experts=options.shared_experts,
     )
-    routing = parse_routing(options.routing)
-    card = resolve_card(
-        CardRequest(options.device, options.device_spec, options.gpus, cast("TimerName | None", options.timer))
-    )
-    settings = Settings(
-        trials=options.trials if options.trials is not None else DEFAULT_TRIALS[card.timer],
-        exhaustive=options.search == "exhaustive",
-        budget_s=options.budget,
-        seed=options.seed,
-    )
-    request = JobRequest(problem, options.batch_sizes, routing, settings, options.sglang, options.output)
-    job = resolve_job(request, card)
-    report.show_assumptions(console, options.hidden is None, options.topk is None, problem, options.ep)
-    report.show_job(console, job, options.output)
-    _warn_if_busy(card)
-    if options.dry_run:
-        plan = report.plan(job, options.workers)
-        report.show_plan(console, plan)
-        if options.as_json:
-            print(json.dumps(plan.to_json(), indent=4))
-        return 0
-    run_options = RunOptions(options.output, options.fresh, options.replace, options.workers)
-    with make_observer(console, quiet=options.quiet) as observer:
-        outcome = tune(job, run_options, observer)
-    report.show_outcome(console, job, outcome)
-    if options.as_json:
-        print(json.dumps(report.outcome_json(job, outcome), indent=4))
-    return 1 if outcome.missing else 0
 
 
 def _check_numbers(options: TuneOptions) -> None:

@@ -38,10 +38,12 @@ class CompileCache:
                 self._memory[key] = known
         return known
 
-    def put(self, spec: CompileSpec, outcome: Outcome) -> None:
-        """Record an outcome; a full disk costs the record, not the run."""
+    def put(self, spec: CompileSpec, outcome: Outcome, *, keep: bool = True) -> None:
+        """Record an outcome, without ``keep`` for this run alone; a full disk costs the record, not the run."""
         key = spec.key
         self._memory[key] = outcome
+        if not keep:
+            return
         if isinstance(outcome, Failure):
             if outcome.kind in _NOT_KEPT:
                 return

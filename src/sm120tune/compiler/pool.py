@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import CancelledError, Future, InvalidStateError, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,11 +56,16 @@ class CompilePool:
         self.compiled = 0
         """Variants that were compiled rather than found in the cache."""
         self._pending: dict[CompileSpec, Future[Outcome]] = {}
-        self._pool = ProcessPool(
-            max_workers=workers,
+        self._workers = workers
+        self._stopped = False
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> ProcessPool:
+        return ProcessPool(
+            max_workers=self._workers,
             max_tasks=_TASKS_PER_PROCESS,
             initializer=_start_worker,
-            initargs=(cache.triton_folder,),
+            initargs=(self._cache.triton_folder,),
             context=multiprocessing.get_context("spawn"),
         )
 
@@ -73,40 +80,72 @@ class CompilePool:
         A known variant answers at once, and one that is already on its way is not compiled twice. Call from one
         thread only.
         """
+        # In this order: an outcome is in the cache before it leaves the pending ones.
+        pending = self._pending.get(spec)
+        if pending is not None:
+            return pending
         known = self._cache.get(spec)
         if known is not None:
             done: Future[Outcome] = Future()
             done.set_result(known)
             return done
-        pending = self._pending.get(spec)
-        if pending is not None:
-            return pending
         result: Future[Outcome] = Future()
         # A waiter that is cancelled must not cancel what others wait for too.
         result.set_running_or_notify_cancel()
+        task = self._schedule(spec)
         self._pending[spec] = result
         self.compiled += 1
-        task = self._pool.schedule(compile_facts, args=[spec], timeout=self._timeout_s)
         task.add_done_callback(lambda done: self._finish(spec, done, result))
         return result
 
+    def _schedule(self, spec: CompileSpec) -> Future[Any]:
+        try:
+            return self._pool.schedule(compile_facts, args=[spec], timeout=self._timeout_s)
+        except RuntimeError:
+            if self._stopped:
+                raise
+        # Pebble gives up when a process ends that had nothing to do, as one does that the kernel's OOM killer picks.
+        self._pool.stop()
+        self._pool.join()
+        self._pool = self._new_pool()
+        return self._pool.schedule(compile_facts, args=[spec], timeout=self._timeout_s)
+
     def _finish(self, spec: CompileSpec, task: Future[Any], result: Future[Outcome]) -> None:
         outcome: Outcome
+        keep = True
         try:
             outcome = task.result()
         except TimeoutError:
             outcome = Failure(FailureKind.COMPILE_TIMEOUT, f"not compiled within {self._timeout_s:g} s")
         except ProcessExpired as error:
             outcome = Failure(FailureKind.COMPILE_CRASH, f"the compiler process died (exit code {error.exitcode})")
+            # No compiler does that to itself: the machine was short of memory, or a person ended it.
+            keep = error.exitcode != -signal.SIGKILL
+        except BrokenProcessPool as error:
+            outcome, keep = Failure(FailureKind.COMPILE_CRASH, f"the compiler processes died: {error}"), False
         except BaseException as error:
-            self._pending.pop(spec, None)
-            result.set_exception(error)
+            self._settle(spec, result, error)
             return
-        self._cache.put(spec, outcome)
+        if self._stopped and isinstance(outcome, Failure):
+            # The stop itself looks like a death or a broken pool.
+            self._settle(spec, result, CancelledError(outcome.message))
+            return
+        self._cache.put(spec, outcome, keep=keep)
+        self._settle(spec, result, outcome)
+
+    def _settle(self, spec: CompileSpec, result: Future[Outcome], outcome: Outcome | BaseException) -> None:
         self._pending.pop(spec, None)
-        result.set_result(outcome)
+        # stop() and the last tasks may want to settle the same one.
+        with contextlib.suppress(InvalidStateError):
+            if isinstance(outcome, BaseException):
+                result.set_exception(outcome)
+            else:
+                result.set_result(outcome)
 
     def stop(self) -> None:
-        """End every process at once; what was not finished stays uncompiled."""
+        """End every process at once; what was not finished stays uncompiled, and whoever waits is let go."""
+        self._stopped = True
         self._pool.stop()
         self._pool.join()
+        for spec, result in list(self._pending.items()):
+            self._settle(spec, result, CancelledError("the compile pool was stopped"))

@@ -64,8 +64,8 @@ class GpuLane:
         """Times come from CUDA events."""
         return "cuda"
 
-    def prepare(self) -> Future[worker.WorkerInfo | Failure]:
-        """Start the worker and allocate the workload."""
+    def prepare(self) -> Future[str | Failure]:
+        """Start the worker and allocate the workload; returns what the worker says of itself."""
         return self._submit("starting", _PREPARE_TIMEOUT_S, worker.prepare)
 
     def time_gemm(self, request: GemmRequest, facts: TileFacts) -> Future[GemmTime | Failure]:
@@ -80,6 +80,10 @@ class GpuLane:
     def verify(self, request: VerifyRequest) -> Future[ErrorMeasure | Failure | None]:
         """Compare a pair with the reference on the GPU."""
         return self._submit(f"M={request.m} check of {request.pair}", self._timeout_s, worker.verify, request)
+
+    def busy_s(self) -> Future[float]:
+        """Ask the worker for its GPU's seconds; a replaced worker starts from 0."""
+        return self._submit("a question", self._timeout_s, worker.busy_s)
 
     def stop(self) -> None:
         """Kill the worker, whatever it does."""

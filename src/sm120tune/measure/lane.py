@@ -26,6 +26,9 @@ class Timer(Protocol):
     def timer(self) -> TimerName:
         """How the times come about."""
 
+    def prepare(self) -> Future[str | Failure]:
+        """Get ready; requests may be made before it is done. Returns a line for the person, or an empty one."""
+
     def time_gemm(self, request: GemmRequest, facts: TileFacts) -> Future[GemmTime | Failure]:
         """Time one GEMM that was compiled to ``facts``."""
 
@@ -34,6 +37,9 @@ class Timer(Protocol):
 
     def verify(self, request: VerifyRequest) -> Future[ErrorMeasure | Failure | None]:
         """Compare a pair with the reference; None where nothing can be run."""
+
+    def busy_s(self) -> Future[float]:
+        """Seconds of GPU work so far; 0 where nothing is run."""
 
     def stop(self) -> None:
         """End at once."""

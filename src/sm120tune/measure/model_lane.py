@@ -38,6 +38,10 @@ class ModelLane:
         """Times come from a formula."""
         return "model"
 
+    def prepare(self) -> Future[str | Failure]:
+        """Nothing to start."""
+        return _done("")
+
     def time_gemm(self, request: GemmRequest, facts: TileFacts) -> Future[GemmTime | Failure]:
         """Estimate one GEMM from its compiled resources; they are remembered for the race."""
         self._facts[request.gemm, request.tile] = facts
@@ -60,6 +64,10 @@ class ModelLane:
     def verify(self, request: VerifyRequest) -> Future[ErrorMeasure | Failure | None]:
         """Nothing can be run without the card."""
         return _done(None)
+
+    def busy_s(self) -> Future[float]:
+        """No GPU works here."""
+        return _done(0.0)
 
     def stop(self) -> None:
         """Nothing to end."""

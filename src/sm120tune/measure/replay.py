@@ -50,6 +50,10 @@ class ReplayLane:
         """Times come from a table."""
         return "replay"
 
+    def prepare(self) -> Future[str | Failure]:
+        """Nothing to start."""
+        return _done("")
+
     def time_gemm(self, request: GemmRequest, facts: TileFacts) -> Future[GemmTime | Failure]:
         """Return the recorded time with the noise that a median of as many repeats would have."""
         row = self._rows.get((request.gemm, request.tile, request.m))
@@ -79,6 +83,10 @@ class ReplayLane:
     def verify(self, request: VerifyRequest) -> Future[ErrorMeasure | Failure | None]:
         """Nothing can be run from a table."""
         return _done(None)
+
+    def busy_s(self) -> Future[float]:
+        """No GPU works here."""
+        return _done(0.0)
 
     def stop(self) -> None:
         """Nothing to end."""

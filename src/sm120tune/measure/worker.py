@@ -50,16 +50,6 @@ class WorkerSetup:
         return self.source.template.problem
 
 
-@dataclass(frozen=True)
-class WorkerInfo:
-    """What a started worker says of itself."""
-
-    device_name: str
-    allocated_bytes: int
-    copy_bandwidth: float
-    """Bytes per second of a device-to-device copy, read and written bytes counted."""
-
-
 _setup: WorkerSetup | None = None
 _timer: CudaTimer | None = None
 
@@ -75,7 +65,7 @@ def start(setup: WorkerSetup) -> None:
     _setup = setup
 
 
-def prepare() -> WorkerInfo | Failure:
+def prepare() -> str | Failure:
     """Allocate the workload, warm the card up and report; the first task of every worker."""
     import torch
 
@@ -83,11 +73,9 @@ def prepare() -> WorkerInfo | Failure:
         timer = _get_timer()
     except torch.cuda.OutOfMemoryError as error:
         return Failure(FailureKind.OUT_OF_MEMORY, str(error).splitlines()[0])
-    return WorkerInfo(
-        device_name=torch.cuda.get_device_name(),
-        allocated_bytes=torch.cuda.memory_allocated(),
-        copy_bandwidth=_copy_bandwidth(timer.l2_bytes),
-    )
+    allocated = torch.cuda.memory_allocated() / 2**30
+    bandwidth = _copy_bandwidth(timer.l2_bytes) / 1e12
+    return f"{torch.cuda.get_device_name()}, {allocated:.1f} GiB allocated, copies {bandwidth:.2f} TB/s"
 
 
 def time_gemm(request: GemmRequest) -> Measured | Failure:
@@ -103,6 +91,13 @@ def race(request: RaceRequest) -> list[RaceLane] | Failure:
 def verify(request: VerifyRequest) -> ErrorMeasure | Failure:
     """Compare one pair's chain with the reference."""
     return _guarded(lambda timer: timer.verify(request))  # type: ignore[no-any-return]
+
+
+def busy_s() -> float:
+    """Return the seconds that this process's GPU spent on launches, by CUDA events."""
+    from sm120tune.measure.cuda import BusyClock
+
+    return BusyClock.us / 1e6
 
 
 def _guarded(task: Any) -> Any:

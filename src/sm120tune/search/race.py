@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.998
-"""Two-sided: at a true ratio of 1.0 a pair is called faster with a probability of at most 0.1 %."""
+"""Two-sided, for one look: at a true ratio of 1.0 a pair is called faster with a probability of at most 0.1 %."""
+
+LOOKS = (11, 31)
+"""Rounds after which the decision may fall. More looks would need more confidence in each."""
+
+LOOK_CONFIDENCE = 0.999
+"""Of each of the two looks: together they err in the dangerous direction with at most 2 * 0.05 % = 0.1 %."""
 
 LEAST_GAIN = 0.01
 """A pair that gains less is not worth replacing what already runs."""
@@ -36,6 +42,16 @@ class Ratio:
     def faster(self) -> bool:
         """Below 1 beyond noise, and by enough to matter."""
         return self.high < 1.0 and self.middle <= 1.0 - LEAST_GAIN
+
+    @property
+    def slower(self) -> bool:
+        """Above 1 beyond noise, and by enough to matter."""
+        return self.low > 1.0 and self.middle > 1.0 + LEAST_GAIN
+
+    @property
+    def settled(self) -> bool:
+        """Whether more rounds cannot change the decision: it is faster, or surely gains too little."""
+        return self.faster or self.low > 1.0 - LEAST_GAIN
 
 
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:

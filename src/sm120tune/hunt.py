@@ -1,0 +1,185 @@
+"""The search phase: one step per M, compilers and lanes kept busy, every finished trial in the journal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from sm120tune.budget import Budget
+from sm120tune.compiler import CompileSpec, TileFacts
+from sm120tune.compiler.pool import VariantPool
+from sm120tune.compiler.spec import over_limit
+from sm120tune.failures import Failure
+from sm120tune.job import Job
+from sm120tune.measure.lane import GemmTime, Timer, read_timing
+from sm120tune.measure.results import GemmRequest
+from sm120tune.observer import Observer, Standing
+from sm120tune.search.board import Half, halves
+from sm120tune.search.journal import Journal
+from sm120tune.search.step import SearchStep, StepSettings
+from sm120tune.seeds import Seeds
+from sm120tune.spread import spread
+from sm120tune.tiles import TilePair
+
+_DEPTH = 8
+"""Pairs under way at one M, so that compilers and GPU both have work."""
+_ACTIVE = 3
+"""Values of M that one lane searches at a time: while one waits for compilers another is timed."""
+_STOP_FACTOR = 1.5
+"""A tile slower than this times the best is timed once."""
+_NEIGHBOUR_SEEDS = 6
+_EXCHANGE_SEEDS = 3
+_PASSES = (0.4, 0.8, 1.0)
+"""Shares of the trials after which neighbours' winners are exchanged."""
+
+
+class Hunt:
+    """Searches every M of a job."""
+
+    def __init__(self, job: Job, pool: VariantPool, journal: Journal, observer: Observer, budget: Budget) -> None:
+        self._job = job
+        self._pool = pool
+        self._journal = journal
+        self._observer = observer
+        self._budget = budget
+        self._seeds = Seeds(job)
+        self._inflight: dict[tuple[int, Half], asyncio.Task[None]] = {}
+        self.steps: dict[int, SearchStep] = {}
+        self.resumed = 0
+        """Pairs taken from the journal."""
+        self.timed = 0
+        """Requests that a lane answered."""
+
+    async def run(self, lanes: Sequence[Timer]) -> None:
+        """Search in passes, each seeded with what its neighbours found in the one before.
+
+        Under a budget, the later passes begin with the M that gained most so far.
+        """
+        trials = self._job.settings.trials
+        for number, share in enumerate(_PASSES):
+            limit = max(1, round(share * trials))
+            if number == 0:
+                begin = partial(self._begin, limit=limit)
+                await spread(self._job.batch_sizes, lanes, begin, cost=self._cost, active=_ACTIVE)
+                continue
+            if self._budget.search_is_over:
+                break
+            for m, step in self.steps.items():
+                step.allow(limit)
+                step.add_seeds(self._neighbours(m, _EXCHANGE_SEEDS))
+            await spread(self.by_gain(), lanes, self._continue, cost=self._cost, active=_ACTIVE)
+
+    def by_gain(self) -> list[int]:
+        """Return the M that were begun: in order, or under a budget those with the largest gain first."""
+        if not self._budget.limited:
+            return list(self.steps)
+
+        def share_of_today(m: int) -> float:
+            best, today = self._best_and_today(self.steps[m])
+            return best / today if best is not None and today is not None else 1.0
+
+        return sorted(self.steps, key=share_of_today)
+
+    def _cost(self, m: int) -> float:
+        return 5_000.0 + 20 * self._job.floor(m)[0]
+
+    async def _begin(self, m: int, lane: Timer, *, limit: int) -> None:
+        settings = self._job.settings
+        step = SearchStep(self._job.space(m), StepSettings(trials=limit, seed=settings.seed + m), [])
+        step.resume(self._journal.trials(m), lambda data: read_timing(self._job.timer, data))
+        self.resumed += step.told
+        self._observer.advance(min(step.told, settings.trials))
+        step.add_seeds(self._neighbours(m, _NEIGHBOUR_SEEDS))
+        step.add_seeds(self._seeds.at(m))
+        self.steps[m] = step
+        await self._continue(m, lane)
+
+    async def _continue(self, m: int, lane: Timer) -> None:
+        """Ask, time and tell until the step proposes nothing more."""
+        step = self.steps[m]
+        pending: set[asyncio.Task[None]] = set()
+        while True:
+            if self._budget.search_is_over:
+                step.give_up()
+            while len(pending) < _DEPTH and (pair := step.ask()) is not None:
+                pending.add(_start(self._trial(step, lane, pair)))
+            if not pending:
+                return
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+
+    async def _trial(self, step: SearchStep, lane: Timer, pair: TilePair) -> None:
+        for half in step.board.missing(pair):
+            key = (step.m, half)
+            if key not in self._inflight:
+                self._inflight[key] = _start(self._half(step, lane, half))
+        waiting = [task for half in halves(pair) if (task := self._inflight.get((step.m, half))) is not None]
+        await asyncio.gather(*waiting)
+        trial = step.tell(pair)
+        self._journal.add(step.m, trial)
+        if step.told <= self._job.settings.trials:
+            self._observer.advance()
+        self._report(step, lane)
+
+    async def _half(self, step: SearchStep, lane: Timer, half: Half) -> None:
+        gemm, tile = half
+        try:
+            outcome = await self._compile(self._job.spec(self._job.variant(step.m, gemm, tile)))
+            result: GemmTime | Failure
+            if isinstance(outcome, Failure):
+                result = outcome
+            else:
+                best = step.board.best_us(gemm)
+                request = GemmRequest(step.m, gemm, tile, None if best is None else _STOP_FACTOR * best)
+                self.timed += 1
+                result = await asyncio.wrap_future(lane.time_gemm(request, outcome))
+            step.board.put(half, result)
+        finally:
+            del self._inflight[step.m, half]
+
+    async def _compile(self, spec: CompileSpec) -> TileFacts | Failure:
+        future = self._pool.submit(spec)
+        self._observer.compiling(self._pool.pending)
+        outcome = await asyncio.wrap_future(future)
+        if isinstance(outcome, Failure):
+            return outcome
+        return over_limit(outcome.shared_bytes, outcome.registers, outcome.num_warps, self._job.limits) or outcome
+
+    def _neighbours(self, m: int, count: int) -> list[TilePair]:
+        """Return the best pairs of the nearest M on either side that have any."""
+        known = [other for other, step in self.steps.items() if other != m and len(step.board)]
+        below = max((other for other in known if other < m), default=None)
+        above = min((other for other in known if other > m), default=None)
+        pairs: list[TilePair] = []
+        for other in (below, above):
+            if other is not None:
+                pairs += self.steps[other].board.best_pairs(count)
+        return pairs
+
+    def _best_and_today(self, step: SearchStep) -> tuple[float | None, float | None]:
+        best = step.board.best_pairs(1)
+        today = self._job.today(step.m).pair
+        scores = (step.board.score(pair) if pair is not None else None for pair in (best[0] if best else None, today))
+        best_us, today_us = (score if isinstance(score, float) else None for score in scores)
+        return best_us, today_us
+
+    def _report(self, step: SearchStep, lane: Timer) -> None:
+        best_us, today_us = self._best_and_today(step)
+        self._observer.standing(
+            Standing(lane.name, step.m, step.told, self._job.settings.trials, best_us=best_us, today_us=today_us)
+        )
+        counts: Counter[str] = Counter()
+        for other in self.steps.values():
+            counts += other.board.failures()
+        self._observer.failures(counts)
+
+
+def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task; when several fail, one is told, and asyncio shall not print the others."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    return task

@@ -1,0 +1,80 @@
+"""Make the provenance of one row from what was decided and timed."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from sm120tune.compiler.pool import VariantPool
+from sm120tune.compiler.spec import over_limit
+from sm120tune.failures import Failure
+from sm120tune.job import Job
+from sm120tune.measure.results import What, half_quartile_distance
+from sm120tune.provenance import RowProvenance, RowStatus
+from sm120tune.search.race import Ratio
+from sm120tune.tiles import TilePair
+
+Samples = Mapping[TilePair, tuple[float, ...]]
+"""Chain times of each pair, µs, from rounds that all pairs share."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one M got, and why."""
+
+    today: TilePair | None
+    chosen: TilePair
+    status: RowStatus
+    samples: Samples = field(default_factory=dict)
+    ratio: Ratio | None = None
+    """Of the chosen pair to today's, where it was decided by one."""
+    error: float | None = None
+    note: str = ""
+
+
+def make_row(job: Job, m: int, decision: Decision) -> RowProvenance:
+    """Return the row with its times, its share of the roofline and its circumstances."""
+    today = decision.samples.get(decision.today, ()) if decision.today is not None else ()
+    chosen = decision.samples.get(decision.chosen, ())
+    floor_us, bound = job.floor(m)
+    chosen_us = statistics.median(chosen) if chosen else None
+    ratio = decision.ratio
+    same = bool(chosen) and decision.chosen == decision.today
+    return RowProvenance(
+        m=m,
+        status=decision.status,
+        today=decision.today,
+        chosen=decision.chosen,
+        today_us=statistics.median(today) if today else None,
+        today_spread_us=half_quartile_distance(today) if today else None,
+        chosen_us=chosen_us,
+        chosen_spread_us=half_quartile_distance(chosen) if chosen else None,
+        ratio=ratio.middle if ratio is not None else (1.0 if same else None),
+        ratio_interval=(ratio.low, ratio.high) if ratio is not None else None,
+        roofline_share=floor_us / chosen_us if chosen_us else None,
+        bound=bound,
+        timer=job.timer,
+        measured=job.timer == "cuda" and bool(chosen),
+        what=What.CHAIN.value,
+        repetitions=len(chosen),
+        routing=str(job.routing),
+        error=decision.error,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        note=decision.note,
+    )
+
+
+async def why_not_runnable(job: Job, pool: VariantPool, m: int, pair: TilePair) -> str | None:
+    """Return why a binary of the pair's chain cannot run on the card, as ``kind: reason``, or None when all can."""
+    for spec in job.chain_specs(m, pair):
+        outcome = await asyncio.wrap_future(pool.submit(spec))
+        if not isinstance(outcome, Failure):
+            over = over_limit(outcome.shared_bytes, outcome.registers, outcome.num_warps, job.limits)
+            if over is None:
+                continue
+            outcome = over
+        return f"{outcome.kind.value}: {outcome.message}"
+    return None
