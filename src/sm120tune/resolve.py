@@ -71,7 +71,7 @@ def resolve_card(request: CardRequest) -> Card:
         if request.timer == "cuda":
             wanted = f"no {request.device}" if request.device else "no GPU that torch can use"
             raise UserError(f"--timer cuda: there is {wanted} here; use --timer model for an estimate")
-        return Card(find_device(request.device or DEFAULT_DEVICE_NAME), (), "model")
+        return Card(find_device(DEFAULT_DEVICE_NAME if request.device is None else request.device), (), "model")
     first = local[0].spec
     other = next((gpu for gpu in local if gpu.spec.name != first.name), None)
     if other is not None:
@@ -94,7 +94,7 @@ def _chosen(gpus: tuple[LocalGPU, ...], text: str | None) -> tuple[LocalGPU, ...
     by_index = {gpu.index: gpu for gpu in gpus}
     chosen: dict[int, LocalGPU] = {}
     for part in text.split(","):
-        if not part.strip().isdigit() or int(part) not in by_index:
+        if not part.strip().isdecimal() or int(part) not in by_index:
             there = ", ".join(str(index) for index in by_index) or "none"
             raise UserError(f"--gpus {text}: there is no GPU {part.strip()!r} here (there are: {there})")
         chosen[int(part)] = by_index[int(part)]
