@@ -92,23 +92,28 @@ class CompilePool:
         result: Future[Outcome] = Future()
         # A waiter that is cancelled must not cancel what others wait for too.
         result.set_running_or_notify_cancel()
-        task = self._schedule(spec)
         self._pending[spec] = result
-        self.compiled += 1
-        task.add_done_callback(lambda done: self._finish(spec, done, result))
-        return result
-
-    def _schedule(self, spec: CompileSpec) -> Future[Any]:
         try:
-            return self._pool.schedule(compile_facts, args=[spec], timeout=self._timeout_s)
+            self._start(spec, result)
         except RuntimeError:
             if self._stopped:
+                del self._pending[spec]
                 raise
-        # Pebble gives up when a process ends that had nothing to do, as one does that the kernel's OOM killer picks.
+            self._restart()
+        self.compiled += 1
+        return result
+
+    def _restart(self) -> None:
+        """Begin anew: Pebble gives up when a process dies that had nothing to do, say by the OOM killer."""
         self._pool.stop()
         self._pool.join()
         self._pool = self._new_pool()
-        return self._pool.schedule(compile_facts, args=[spec], timeout=self._timeout_s)
+        for spec, result in list(self._pending.items()):
+            self._start(spec, result)
+
+    def _start(self, spec: CompileSpec, result: Future[Outcome]) -> None:
+        task = self._pool.schedule(compile_facts, args=[spec], timeout=self._timeout_s)
+        task.add_done_callback(lambda done: self._finish(spec, done, result))
 
     def _finish(self, spec: CompileSpec, task: Future[Any], result: Future[Outcome]) -> None:
         outcome: Outcome
