@@ -79,6 +79,7 @@ class SyntheticLane:
         fault: Fault = no_fault,
         error: Callable[[VerifyRequest], ErrorMeasure] = lambda _request: RIGHT,
         before: Callable[[Any], None] = lambda _request: None,
+        ready: str | Failure = "",
     ) -> None:
         self.name = name
         self.timer: TimerName = timer
@@ -88,9 +89,14 @@ class SyntheticLane:
         self.facts: dict[GemmRequest, TileFacts] = {}
         self.stopped = False
         self._cost, self._noise, self._fault, self._error, self._before = cost, noise, fault, error, before
+        self._ready = ready
         self._random = random.Random(name)
         self._thread = ThreadPoolExecutor(1)
         self._lock = threading.Lock()
+
+    def prepare(self) -> Future[str | Failure]:
+        """Get ready, after what was asked for before."""
+        return self._thread.submit(lambda: self._ready)
 
     def time_gemm(self, request: GemmRequest, facts: TileFacts) -> Future[GemmTime | Failure]:
         """Time one GEMM."""
@@ -147,12 +153,8 @@ class StubPool:
 
     def __init__(self, fault: Callable[[CompileSpec], Failure | TileFacts | None] = lambda _spec: None) -> None:
         self.submitted: list[CompileSpec] = []
+        self.compiled = 0
         self._fault = fault
-
-    @property
-    def compiled(self) -> int:
-        """Different variants so far."""
-        return len(set(self.submitted))
 
     @property
     def pending(self) -> int:
@@ -162,6 +164,7 @@ class StubPool:
     def submit(self, spec: CompileSpec) -> Future[TileFacts | Failure]:
         """Answer at once."""
         self.submitted.append(spec)
+        self.compiled = len(set(self.submitted))
         future: Future[TileFacts | Failure] = Future()
         future.set_result(self._fault(spec) or self._facts(spec))
         return future
