@@ -46,11 +46,17 @@ class GpuLane:
         self._on_event = on_event
         self._timeout_s = timeout_s
         self._stopping = threading.Event()
-        self._pool = ProcessPool(
+        self._setup = setup
+        self._pools = [self._new_pool()]
+        """The last one is in use, the others broke."""
+        self._changing = threading.Lock()
+
+    def _new_pool(self) -> ProcessPool:
+        return ProcessPool(
             max_workers=1,
             max_tasks=_TASKS_PER_PROCESS,
             initializer=worker.start,
-            initargs=(setup,),
+            initargs=(self._setup,),
             context=multiprocessing.get_context("spawn"),
         )
 
@@ -88,8 +94,11 @@ class GpuLane:
     def stop(self) -> None:
         """Kill the worker, whatever it does."""
         self._stopping.set()
-        self._pool.stop()
-        self._pool.join()
+        with self._changing:
+            pools = list(self._pools)
+        for pool in pools:
+            pool.stop()
+            pool.join()
 
     def _submit(self, what: str, timeout_s: float, function: Callable[..., Any], *args: Any) -> Future[Any]:
         result: Future[Any] = Future()
@@ -108,7 +117,7 @@ class GpuLane:
         retries: int,
     ) -> None:
         try:
-            task = self._pool.schedule(function, args=list(args), timeout=timeout_s)
+            task = self._task(function, args, timeout_s)
         except RuntimeError as error:
             if self._stopping.is_set():
                 result.set_result(_STOPPED)
@@ -131,6 +140,17 @@ class GpuLane:
 
         task.add_done_callback(done)
 
+    def _task(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
+        with self._changing:
+            try:
+                return self._pools[-1].schedule(function, args=list(args), timeout=timeout_s)
+            except RuntimeError:
+                if self._stopping.is_set():
+                    raise
+                # Pebble gives its pool up when a process dies that had nothing to do, say by the OOM killer.
+                self._pools.append(self._new_pool())
+                return self._pools[-1].schedule(function, args=list(args), timeout=timeout_s)
+
     def _answer(self, future: Future[Any], what: str, timeout_s: float) -> Any:
         if self._stopping.is_set():
             return _STOPPED
@@ -146,7 +166,7 @@ class GpuLane:
             code = error.exitcode
             return _Died(f"signal {-code}" if code < 0 else f"exit code {code}")
         except BrokenProcessPool:
-            return UserError(f"{self._name}: the worker ends as soon as it is started; what it printed says why")
+            return _Died("before it began")
         except CancelledError:
             return _STOPPED
         except Exception as error:
