@@ -77,11 +77,15 @@ def verify(request: VerifyRequest) -> ErrorMeasure | Failure:
     return ErrorMeasure(0.001, 0.002, 0)
 
 
-def prepare() -> worker.WorkerInfo:
+def prepare() -> str:
     """Report what the real initializer left."""
     mark("prepare")
-    triton = os.environ.get("TRITON_CACHE_DIR")
-    return worker.WorkerInfo(f"{os.environ['CUDA_VISIBLE_DEVICES']} {triton}", os.getpid(), 1.0)
+    return f"{os.environ['CUDA_VISIBLE_DEVICES']} {os.environ.get('TRITON_CACHE_DIR')}"
+
+
+def busy_s() -> float:
+    """Return a figure."""
+    return 2.5
 
 
 def guarded(request: GemmRequest) -> Any:

@@ -14,14 +14,13 @@ import torch
 from gpu_lane_tasks import Do
 
 from sm120tune.compiler import ActivationVariant, CompileSpec, TileFacts
-from sm120tune.errors import UserError
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.measure import gpu_lane, worker
 from sm120tune.measure.gpu_lane import GpuLane
 from sm120tune.measure.launcher import KernelSource
 from sm120tune.measure.results import GemmRequest, Measured, RaceRequest, VerifyRequest, What
 from sm120tune.measure.routing import UNIFORM
-from sm120tune.measure.worker import WorkerInfo, WorkerSetup
+from sm120tune.measure.worker import WorkerSetup
 from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.reference import ErrorMeasure
 from sm120tune.tiles import Tile, TilePair
@@ -89,7 +88,7 @@ class Watched:
 def set_tasks(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let the workers run the tasks of this test."""
     patch.setenv(tasks.FOLDER, str(folder))
-    for name in ("prepare", "time_gemm", "race", "verify"):
+    for name in ("prepare", "time_gemm", "race", "verify", "busy_s"):
         patch.setattr(worker, name, getattr(tasks, name))
 
 
@@ -145,12 +144,11 @@ Make = Callable[..., Watched]
 def test_a_worker_is_set_up_before_cuda_and_answers(shared: Watched) -> None:
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     assert (shared.lane.name, shared.lane.timer) == ("GPU 3", "cuda")
-    info = shared.lane.prepare().result(LONG)
-    assert isinstance(info, WorkerInfo)
-    assert info.device_name == f"3 {shared.folder / 'triton'}"
+    assert shared.lane.prepare().result(LONG) == f"3 {shared.folder / 'triton'}"
+    assert shared.lane.busy_s().result(LONG) == 2.5
     works(shared)
     # One process does it all, and it is not this one.
-    assert shared.workers() == {info.allocated_bytes} == set(shared.pids(Do.WORK))
+    assert shared.workers() == set(shared.pids(Do.WORK)) == {int((shared.folder / "prepare").read_text())}
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
 
     pairs = (TilePair.same(TILE), TilePair.same(Tile(16, 32, 64, 1)))
@@ -249,6 +247,17 @@ def test_a_cancelled_waiter_leaves_the_request_alone(shared: Watched) -> None:
     assert isinstance(future.result(LONG), Measured)
 
 
+def test_a_worker_that_dies_between_two_requests_is_replaced(make: Make) -> None:
+    watched = make()
+    for _ in range(2):
+        works(watched)
+        idle = watched.pids(Do.WORK)[-1]
+        os.kill(idle, signal.SIGKILL)
+        assert ends(lambda idle=idle: idle not in watched.workers())
+    works(watched)
+    assert len(set(watched.pids(Do.WORK))) == 3
+
+
 def test_an_interrupt_from_the_keyboard_is_the_parents_business(shared: Watched) -> None:
     works(shared)
     os.kill(shared.pids(Do.WORK)[0], signal.SIGINT)
@@ -285,8 +294,10 @@ def test_a_lane_that_was_never_used_can_be_stopped(make: Make) -> None:
 def test_a_worker_that_cannot_start_is_no_endless_wait(make: Make, tmp_path: Path) -> None:
     (tmp_path / "triton").write_text("a file where the cache folder should be")
     watched = make()
-    with pytest.raises(UserError, match="GPU 3"):
-        watched.lane.prepare().result(LONG)
+    answer = watched.lane.prepare().result(LONG)
+    assert isinstance(answer, Failure)
+    assert answer.kind is FailureKind.LAUNCH_ERROR
+    assert "died twice" in answer.message
 
 
 # The real worker's own guard

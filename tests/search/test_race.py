@@ -10,6 +10,8 @@ from sm120tune.search.race import (
     CONFIDENCE,
     ESTIMATE_MARGIN,
     LEAST_GAIN,
+    LOOK_CONFIDENCE,
+    LOOKS,
     Ratio,
     compare,
     compare_estimates,
@@ -90,6 +92,61 @@ def test_a_gain_of_three_percent_is_found_in_one_percent_of_noise() -> None:
 
 def test_a_slower_pair_is_never_called_faster() -> None:
     assert not any(result.faster for result in races(1.03, 0.05, 2000, seed=3))
+
+
+def decide(ratio: float, noise: float, count: int, *, seed: int) -> tuple[int, float]:
+    """Simulate decisions that may fall early; returns how many said faster, and the rounds they took on average."""
+    generator = np.random.default_rng(seed)
+    faster = rounds = 0
+    for _ in range(count):
+        lane = (ratio * np.exp(noise * generator.normal(size=LOOKS[-1]))).tolist()
+        today = np.exp(noise * generator.normal(size=LOOKS[-1])).tolist()
+        for look in LOOKS:
+            result = compare(lane[:look], today[:look], LOOK_CONFIDENCE)
+            if result.settled:
+                break
+        faster += result.faster
+        rounds += look
+    return faster, rounds / count
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.01, 0.05, 0.2])
+def test_looking_twice_does_not_call_equal_pairs_faster(noise: float) -> None:
+    faster, _ = decide(1.0, noise, 2000, seed=4)
+    assert faster < 0.005 * 2000
+
+
+def test_looking_twice_finds_gains_and_clear_ones_early() -> None:
+    small, small_rounds = decide(0.97, 0.01, 2000, seed=5)
+    large, large_rounds = decide(0.8, 0.01, 2000, seed=6)
+    assert small > 0.99 * 2000
+    assert large == 2000
+    assert large_rounds == LOOKS[0] < small_rounds <= LOOKS[-1]
+
+
+def test_a_hopeless_pair_is_settled_early() -> None:
+    faster, rounds = decide(1.1, 0.01, 500, seed=7)
+    assert faster == 0
+    assert rounds < LOOKS[0] + 1
+
+
+@pytest.mark.parametrize(
+    ("low", "middle", "high", "faster", "slower", "settled"),
+    [
+        (0.90, 0.92, 0.94, True, False, True),
+        (0.97, 0.985, 1.002, False, False, False),
+        (0.992, 0.995, 0.999, False, False, True),
+        (0.98, 1.0, 1.02, False, False, False),
+        (1.001, 1.005, 1.02, False, False, True),
+        (1.01, 1.05, 1.1, False, True, True),
+        (0.99, 1.05, 1.1, False, False, False),
+    ],
+)
+def test_what_an_interval_allows_to_say(
+    low: float, middle: float, high: float, faster: bool, slower: bool, settled: bool
+) -> None:
+    ratio = Ratio(middle, low, high)
+    assert (ratio.faster, ratio.slower, ratio.settled) == (faster, slower, settled)
 
 
 def test_a_slow_round_of_the_whole_card_cancels() -> None:
