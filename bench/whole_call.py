@@ -1,7 +1,8 @@
 """Judge a pair of config files by SGLang's own ``fused_moe``: loaded or not, right or not, faster or not.
 
-    python bench/whole_call.py --config-dir generated_configs/measured --batch-sizes 1,64,4096 --json judged.json
+    python bench/whole_call.py --config-dir generated_configs/measured --provenance FILE --batch-sizes 1,64,4096
 
+FILE is the pair's own, generated_configs/measured/provenance/triton_X_Y_Z/….json; it brings the problem.
 The folder is used as SGLANG_MOE_CONFIG_DIR and compared with ``--baseline-dir`` (default: what SGLang ships). For
 every M two CUDA graphs of the whole call are captured, one per folder, and replayed in turn; their ratio carries a
 distribution-free confidence interval. Needs a GPU and an SGLang whose fused_moe imports; ``--preload FILE`` runs a

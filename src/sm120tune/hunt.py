@@ -34,6 +34,8 @@ _NEIGHBOUR_SEEDS = 6
 _EXCHANGE_SEEDS = 3
 _PASSES = (0.4, 0.8, 1.0)
 """Shares of the trials after which neighbours' winners are exchanged."""
+_GLANCE = 0.1
+"""The share of a budget's first pass."""
 
 
 class Hunt:
@@ -56,14 +58,17 @@ class Hunt:
     async def run(self, lanes: Sequence[Timer]) -> None:
         """Search in passes, each seeded with what its neighbours found in the one before.
 
-        Under a budget, the later passes begin with the M that gained most so far.
+        Under a budget there is a short first pass, so that no M is left out; it begins with the M where the model
+        expects most, the later ones with those that gained most so far.
         """
         trials = self._job.settings.trials
-        for number, share in enumerate(_PASSES):
+        sizes: Sequence[int] = self._job.batch_sizes
+        if self._budget.limited:
+            sizes = sorted(sizes, key=self._seeds.expected_gain)
+        for number, share in enumerate((_GLANCE, *_PASSES) if self._budget.limited else _PASSES):
             limit = max(1, round(share * trials))
             if number == 0:
-                begin = partial(self._begin, limit=limit)
-                await spread(self._job.batch_sizes, lanes, begin, cost=self._cost, active=_ACTIVE)
+                await spread(sizes, lanes, partial(self._begin, limit=limit), cost=self._cost, active=_ACTIVE)
                 continue
             if self._budget.search_is_over:
                 break

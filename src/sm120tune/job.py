@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from sm120tune.compiler import ActivationVariant, CompileSpec, Limits
 from sm120tune.devices import DeviceSpec, LocalGPU
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.launcher import KernelSource
+from sm120tune.measure.model import MODEL_VERSION
 from sm120tune.measure.roofline import chain_work, floor_us
 from sm120tune.measure.routing import Routing
 from sm120tune.measure.table import Table
@@ -125,6 +127,10 @@ class Job:
             keys |= {experts, experts + 1}
         return tuple(sorted(keys))
 
+    def table_hash(self) -> str:
+        """Return what tells one recorded table from another: its circumstances, the date among them."""
+        return "" if self.table is None else json.dumps(self.table.meta, sort_keys=True)
+
     def identity(self) -> dict[str, Any]:
         """Return what makes two runs the same run, for resuming."""
         driver = sorted({gpu.driver for gpu in self.gpus})
@@ -141,6 +147,7 @@ class Job:
             "kernel_source": self.source_hash,
             "space": space,
             "timer": self.timer,
+            "answers": {"cuda": "", "model": MODEL_VERSION, "replay": self.table_hash()}[self.timer],
             "routing": str(self.routing),
             "seed": self.settings.seed,
         }

@@ -145,16 +145,17 @@ def merge_conflict(old: FileProvenance, new: FileProvenance) -> str | None:
     return None
 
 
-def merge(old: FileProvenance, new: FileProvenance) -> FileProvenance:
+def merge(old: FileProvenance, new: FileProvenance, superseded: frozenset[int] = frozenset()) -> FileProvenance:
     """Return ``new`` with those rows of ``old`` that it does not have.
 
     A new row that was only filled in (never timed) gives way to an old one. Nothing is lost: a surviving row notes
     the driver and versions of its own run where they differ from the new run's, and failures add up unless ``new``
-    replaces every old row. Call :func:`merge_conflict` first.
+    replaces every old row. ``superseded`` are the M whose old rows go even where ``new`` has none: it was found that
+    they need no key. Call :func:`merge_conflict` first.
     """
     there = {row.m for row in old.rows}
     fresh = [row for row in new.rows if row.repetitions or row.m not in there]
-    replaced = {row.m for row in fresh}
+    replaced = {row.m for row in fresh} | superseded
     kept = [row for row in old.rows if row.m not in replaced]
     if not kept:
         return new

@@ -32,6 +32,22 @@ class Seeds:
             *self._shipped.pairs(m),
         ]
 
+    def expected_gain(self, m: int) -> float:
+        """Return the model's best time over that of today's pair at M: the smaller, the more there is to win."""
+        job = self._job
+        today = job.today(m).pair
+        leaders = model_leaders(job, m, count=1)
+        if today is None or not leaders:
+            return 0.0
+
+        def us(pair: TilePair) -> float:
+            return sum(
+                estimate_gemm(job.problem, gemm, tile, m, job.device, None, job.routing).us
+                for gemm, tile in ((Gemm.GATE_UP, pair.gate_up), (Gemm.DOWN, pair.down))
+            )
+
+        return us(leaders[0]) / us(today)
+
 
 def model_leaders(job: Job, m: int, count: int = _MODEL_SEEDS) -> list[TilePair]:
     """Return the pairs that the analytic model ranks first by formula, one GROUP_SIZE_M per tile.

@@ -146,4 +146,5 @@ def _ladder(job: Job, result: RunResult) -> Ladder:
     rows = {row.m: row.chosen for row in result.rows}
     if not rows:
         raise UserError("no M has a pair that runs on this card; nothing was written")
-    return Ladder(up_name, down_name, job.triton_version, rows, provenance)
+    superseded = frozenset(job.batch_sizes) - set(rows) if job.settings.fewest_keys else frozenset[int]()
+    return Ladder(up_name, down_name, job.triton_version, rows, provenance, superseded)

@@ -37,6 +37,8 @@ class Ladder:
     """Of the Triton that measured, as it reports itself."""
     rows: Mapping[int, TilePair]
     provenance: FileProvenance
+    superseded: frozenset[int] = frozenset()
+    """M whose rows in an older file go, although this ladder has none for them."""
 
     def __post_init__(self) -> None:
         chosen = {row.m: row.chosen for row in self.provenance.rows}
@@ -124,7 +126,7 @@ def _contents(paths: WrittenPair, ladder: Ladder, replace: bool) -> dict[Path, b
         conflict = prov.merge_conflict(old, record)
         if conflict is not None:
             raise UserError(f"{paths.up_path} is for something else: {conflict}; {_HINT}")
-        record = prov.merge(old, record)
+        record = prov.merge(old, record, ladder.superseded)
     rows = {row.m: row.chosen for row in record.rows}
     text = record.dumps().encode()
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from sm120tune.provenance import RowProvenance, RowStatus
 from sm120tune.search_space import count_tiles
 from sm120tune.tune import Outcome
 
+_PIPED_WIDTH = 240
+"""Columns where there is no terminal to ask: no table is squeezed."""
+
 _COMPILE_S = 0.6
 """Seconds of one core for one variant, process start included; a rough figure for the time estimate."""
 _VARIANTS_PER_TRIAL = 0.8
@@ -25,7 +29,8 @@ _TIMED_US_PER_TRIAL = 45_000.0
 
 def console(*, quiet: bool) -> Console:
     """Return the console on stderr; stdout is for ``--json`` alone."""
-    return Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+    width = None if sys.stderr.isatty() else _PIPED_WIDTH
+    return Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, width=width)
 
 
 def show_assumptions(out: Console, hidden: bool, topk: bool, problem: MoEProblem, ep: int) -> None:

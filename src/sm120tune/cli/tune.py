@@ -203,12 +203,13 @@ def _check_numbers(options: TuneOptions) -> None:
         raise UserError(f"--workers must be at least 1, not {options.workers}")
     if options.seed < 0:
         raise UserError(f"--seed must be 0 or more, not {options.seed}")
-    if options.output.exists() and not options.output.is_dir():
-        raise UserError(f"--output {options.output} is a file; give a folder")
+    there = next((path for path in (options.output, *options.output.absolute().parents) if path.exists()), None)
+    if there is not None and not there.is_dir():
+        raise UserError(f"--output {options.output}: {there} is a file; give a folder")
 
 
 def _warn_if_busy(card: Card) -> None:
     for gpu in card.gpus:
         reason = busy_reason(gpu)
         if reason is not None:
-            print(f"warning: GPU {gpu.index}: {reason}; times will be off", file=sys.stderr)
+            print(f"warning: {reason}", file=sys.stderr)

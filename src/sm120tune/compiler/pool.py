@@ -43,6 +43,8 @@ class VariantPool(Protocol):
 
 def _start_worker(triton_folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole group: ptxas, which this process starts, would die of it and look like a crash.
+    os.setsid()
     os.nice(_NICENESS)
     use_cache_folder(triton_folder)
 
