@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from pebble import ProcessExpired, ProcessPool
 
+from sm120tune._interrupt import started_without_interrupts
 from sm120tune.compiler.build import compile_facts, use_cache_folder
 from sm120tune.compiler.cache import CompileCache, Outcome
 from sm120tune.compiler.spec import CompileSpec
@@ -114,7 +115,8 @@ class CompilePool:
             self._start(spec, result)
 
     def _start(self, spec: CompileSpec, result: Future[Outcome]) -> None:
-        task = self._pool.schedule(compile_facts, args=[spec], timeout=self._timeout_s)
+        with started_without_interrupts():
+            task = self._pool.schedule(compile_facts, args=[spec], timeout=self._timeout_s)
         task.add_done_callback(lambda done: self._finish(spec, done, result))
 
     def _finish(self, spec: CompileSpec, task: Future[Any], result: Future[Outcome]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from sm120tune._interrupt import started_without_interrupts
 from sm120tune.compiler import TileFacts
 from sm120tune.errors import UserError
 from sm120tune.failures import Failure, FailureKind
@@ -141,7 +142,7 @@ class GpuLane:
         task.add_done_callback(done)
 
     def _task(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
-        with self._changing:
+        with self._changing, started_without_interrupts():
             try:
                 return self._pools[-1].schedule(function, args=list(args), timeout=timeout_s)
             except RuntimeError:
