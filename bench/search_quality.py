@@ -1,10 +1,10 @@
 """How close the search comes to an exhaustive table, and what it costs: the product's own runner on replays.
 
-    python bench/search_quality.py bench/tables/*.parquet --trials 64 --seeds 0,1,2
+    python bench/search_quality.py bench/tables/*.parquet --trials 48 --seeds 0,1,2
 
 Regret of an M is the recorded time of the chosen pair (gate_up + down) over the least sum of any pair with one
 BLOCK_SIZE_M. The chosen pair is what the search ranks first by its noisy times. ``halves`` counts the timed GEMMs,
-``gpu_s`` estimates their GPU seconds, ``cpu_s`` is what sampler and bookkeeping took.
+``binaries`` the different ones that had to be compiled, ``cpu`` is what sampler and bookkeeping took.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sm120tune.observer import Silent
 from sm120tune.problem import Gemm
 from sm120tune.resolve import Card, JobRequest, resolve_job
 from sm120tune.runner import Runner
+from sm120tune.search.board import Half
 from sm120tune.search.journal import Journal
 from sm120tune.search_space import space_hash
 
@@ -49,14 +50,16 @@ def evaluate(table: Table, trials: int, seed: int, sglang: Path | None) -> dict[
         result = asyncio.run(runner.run())
         cpu_s = time.process_time() - begin
     regret: dict[int, float] = {}
-    halves = gpu_us = 0.0
+    halves = 0
+    binaries: set[Half] = set()
     for m in table.sizes:
         step = runner.steps[m]
         (pair, *_) = step.board.best_pairs(1)
         true_us = times[Gemm.GATE_UP, pair.gate_up, m] + times[Gemm.DOWN, pair.down, m]
         regret[m] = true_us / best_pair(table, m)[0]
         halves += len(step.board)
-    return {"regret": regret, "halves": halves, "timed": result.timed, "cpu_s": cpu_s, "gpu_us": gpu_us}
+        binaries |= step.board.known()
+    return {"regret": regret, "halves": halves, "binaries": len(binaries), "timed": result.timed, "cpu_s": cpu_s}
 
 
 def geomean(values: list[float]) -> float:
@@ -68,7 +71,7 @@ def main() -> int:
     """Print one line per table and seed, and the whole."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", type=Path)
-    parser.add_argument("--trials", type=int, default=64)
+    parser.add_argument("--trials", type=int, default=48)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--sglang", type=Path)
     args = parser.parse_args()
@@ -83,7 +86,7 @@ def main() -> int:
             line = " ".join(f"{m}:{regret:.3f}" for m, regret in found["regret"].items())
             print(
                 f"{path.stem} seed {seed}: geomean {geomean(values):.4f} worst {max(values):.3f} "
-                f"halves {found['halves']:.0f} cpu {found['cpu_s']:.1f} s | {line}",
+                f"halves {found['halves']} binaries {found['binaries']} cpu {found['cpu_s']:.1f} s | {line}",
                 flush=True,
             )
             worst[path.stem] = max(worst[path.stem], max(values))  # type: ignore[assignment]

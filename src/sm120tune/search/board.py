@@ -43,6 +43,10 @@ class Board:
         """Return what is known of a GEMM with a tile."""
         return self._results.get(half)
 
+    def known(self) -> set[Half]:
+        """Return everything that has a result."""
+        return set(self._results)
+
     def missing(self, pair: TilePair) -> tuple[Half, ...]:
         """Return which halves of a pair are not known yet."""
         return tuple(half for half in halves(pair) if half not in self._results)
