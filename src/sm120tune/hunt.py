@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,8 +55,11 @@ class Hunt:
         self.timed = 0
         """Requests that a lane answered."""
 
-    async def run(self, lanes: Sequence[Timer]) -> None:
+    async def run(self, lanes: Sequence[Timer], finish: Callable[[int, Timer], Awaitable[None]]) -> None:
         """Search in passes, each seeded with what its neighbours found in the one before.
+
+        ``finish`` is called for an M as soon as its last pass is over: the GPU has time for it while compilers work
+        for the others. Under a budget nothing is finished here, since what is left decides what is worth it.
 
         Under a budget there is a short first pass, so that no M is left out; it begins with the M where the model
         expects most, the later ones with those that gained most so far.
@@ -65,7 +68,14 @@ class Hunt:
         sizes: Sequence[int] = self._job.batch_sizes
         if self._budget.limited:
             sizes = sorted(sizes, key=self._seeds.expected_gain)
-        for number, share in enumerate((_GLANCE, *_PASSES) if self._budget.limited else _PASSES):
+        passes = (_GLANCE, *_PASSES) if self._budget.limited else _PASSES
+
+        async def last(m: int, lane: Timer) -> None:
+            await self._continue(m, lane)
+            if not self._budget.limited:
+                await finish(m, lane)
+
+        for number, share in enumerate(passes):
             limit = max(1, round(share * trials))
             if number == 0:
                 await spread(sizes, lanes, partial(self._begin, limit=limit), cost=self._cost, active=_ACTIVE)
@@ -75,7 +85,8 @@ class Hunt:
             for m, step in self.steps.items():
                 step.allow(limit)
                 step.add_seeds(self._neighbours(m, _EXCHANGE_SEEDS))
-            await spread(self.by_gain(), lanes, self._continue, cost=self._cost, active=_ACTIVE)
+            work = last if number == len(passes) - 1 else self._continue
+            await spread(self.by_gain(), lanes, work, cost=self._cost, active=_ACTIVE)
 
     def by_gain(self) -> list[int]:
         """Return the M that were begun: in order, or under a budget those with the largest gain first."""

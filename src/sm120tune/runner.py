@@ -1,7 +1,8 @@
 """Drive a job: compile processes, one lane per GPU and a search per M, with limits, restarts and a journal.
 
-Phases follow each other over all M: search (in passes), settle (race, check, decision), between the keys. Compiling
-overlaps the search and the start of the lanes. Nothing here knows how times come about or how candidates are chosen.
+Phases: search (in passes), settle (race, check, decision), between the keys. An M is settled as soon as its search is
+over, except under a budget; compiling overlaps all of it and the start of the lanes. Nothing here knows how times come
+about or how candidates are chosen.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RunResult:
     rows: tuple[RowProvenance, ...]
     failures: Counter[str]
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time by phase; race, verify and decide are parts of settle, summed over lanes."""
+    """Wall time by phase; race, verify and decide are parts of settling, summed over M, waits for the GPU included."""
     compiled: int = 0
     """Variants compiled, those found in the cache not counted."""
     resumed: int = 0
@@ -47,7 +48,7 @@ class RunResult:
     timed: int = 0
     """Requests that were answered by a lane."""
     busy_s: float = 0.0
-    """GPU seconds of the search, by CUDA events, over all GPUs."""
+    """GPU seconds of the search phase, by CUDA events, over all GPUs."""
     missing: tuple[int, ...] = ()
     """M without any pair that runs."""
 
@@ -95,12 +96,13 @@ class Runner:
             self._observer.event(f"{lane.name}: {said}")
 
     async def _phases(self) -> RunResult:
-        async with self._phase("search", len(self._job.batch_sizes) * self._job.settings.trials):
-            await self._hunt.run(self._lanes)
-        busy_s = sum([await asyncio.wrap_future(lane.busy_s()) for lane in self._lanes])
         settler = Settler(self._job, self._pool, self.steps)
-        async with self._phase("settle", len(self.steps)):
-            await self._each(self._hunt.by_gain(), settler.settle, lambda m: m)
+        async with self._phase("search", len(self._job.batch_sizes) * self._job.settings.trials):
+            await self._hunt.run(self._lanes, settler.settle)
+        busy_s = sum([await asyncio.wrap_future(lane.busy_s()) for lane in self._lanes])
+        left = [m for m in self._hunt.by_gain() if m not in settler.settled]
+        async with self._phase("settle", len(left)):
+            await self._each(left, settler.settle, lambda m: m)
         rows = settler.rows()
         between = Between(self._job, self._pool, rows)
         gaps = between.gaps() if self._job.timer == "cuda" else []

@@ -63,6 +63,11 @@ class Settler:
         self.missing: tuple[int, ...] = ()
         """M without any pair that runs, known once the rows are made."""
 
+    @property
+    def settled(self) -> frozenset[int]:
+        """M that are decided."""
+        return frozenset(self._finals)
+
     async def settle(self, m: int, lane: Timer) -> None:
         """Race, check and decide one M."""
         for name, part in (("race", self.race), ("verify", self.verify), ("decide", self.decide)):
