@@ -20,6 +20,9 @@ from sm120tune.tiles import TilePair
 Samples = Mapping[TilePair, tuple[float, ...]]
 """Chain times of each pair, µs, from rounds that all pairs share."""
 
+_BELOW_FLOOR = 1.02
+"""A roofline share above this is no measurement: a hot cache, or a card that is not what its name says."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -42,6 +45,9 @@ def make_row(job: Job, m: int, decision: Decision) -> RowProvenance:
     floor_us, bound = job.floor(m)
     chosen_us = statistics.median(chosen) if chosen else None
     ratio = decision.ratio
+    note = decision.note
+    if job.timer == "cuda" and chosen_us is not None and floor_us > _BELOW_FLOOR * chosen_us:
+        note = "; ".join(part for part in (note, "impossible: the time is below the card's floor") if part)
     same = bool(chosen) and decision.chosen == decision.today
     return RowProvenance(
         m=m,
@@ -63,7 +69,7 @@ def make_row(job: Job, m: int, decision: Decision) -> RowProvenance:
         routing=str(job.routing),
         error=decision.error,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        note=decision.note,
+        note=note,
     )
 
 

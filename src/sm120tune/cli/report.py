@@ -147,13 +147,9 @@ def row_line(row: RowProvenance) -> str:
     if row.ratio is not None:
         parts.append(f"ratio {row.ratio:.3f}")
     if row.roofline_share is not None:
-        parts.append(f"{row.roofline_share:4.0%} of {row.bound}{_floor_flag(row)}")
+        parts.append(f"{row.roofline_share:4.0%} of {row.bound}")
     parts.append(str(row.chosen))
     return "  ".join(parts) + (f"  ({row.note})" if row.note else "")
-
-
-def _floor_flag(row: RowProvenance) -> str:
-    return " IMPOSSIBLE: below the card's floor" if row.measured and (row.roofline_share or 0) > 1.02 else ""
 
 
 def show_outcome(out: Console, job: Job, outcome: Outcome) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from sm120tune.compiler import TileFacts
 from sm120tune.failures import Failure
@@ -13,6 +13,8 @@ from sm120tune.reference import ErrorMeasure
 
 TimerName = Literal["cuda", "model", "replay"]
 GemmTime = Measured | Estimated
+
+_T = TypeVar("_T")
 
 
 class Timer(Protocol):
@@ -43,6 +45,32 @@ class Timer(Protocol):
 
     def stop(self) -> None:
         """End at once."""
+
+
+def answered(value: _T) -> Future[_T]:
+    """Return a future that is done."""
+    future: Future[_T] = Future()
+    future.set_result(value)
+    return future
+
+
+class Offline:
+    """The part of a timer that needs a GPU, where there is none: nothing to start, to check or to end."""
+
+    def prepare(self) -> Future[str | Failure]:
+        """Nothing to start."""
+        return answered("")
+
+    def verify(self, request: VerifyRequest) -> Future[ErrorMeasure | Failure | None]:
+        """Nothing can be run."""
+        return answered(None)
+
+    def busy_s(self) -> Future[float]:
+        """No GPU works here."""
+        return answered(0.0)
+
+    def stop(self) -> None:
+        """Nothing to end."""
 
 
 def read_timing(timer: TimerName, data: Mapping[str, Any]) -> GemmTime:

@@ -8,18 +8,17 @@ from typing import TypeVar
 from sm120tune.compiler import TileFacts
 from sm120tune.devices import DeviceSpec
 from sm120tune.failures import Failure, FailureKind
-from sm120tune.measure.lane import GemmTime, TimerName
+from sm120tune.measure.lane import GemmTime, Offline, TimerName, answered
 from sm120tune.measure.model import MODEL_VERSION, estimate_gemm
-from sm120tune.measure.results import Estimated, GemmRequest, RaceLane, RaceRequest, VerifyRequest
+from sm120tune.measure.results import Estimated, GemmRequest, RaceLane, RaceRequest
 from sm120tune.measure.routing import Routing
 from sm120tune.problem import Gemm, MoEProblem
-from sm120tune.reference import ErrorMeasure
 from sm120tune.tiles import Tile
 
 _T = TypeVar("_T")
 
 
-class ModelLane:
+class ModelLane(Offline):
     """Estimates for a card that need not be there, from the binaries that were compiled for it."""
 
     def __init__(self, problem: MoEProblem, device: DeviceSpec, routing: Routing) -> None:
@@ -38,14 +37,10 @@ class ModelLane:
         """Times come from a formula."""
         return "model"
 
-    def prepare(self) -> Future[str | Failure]:
-        """Nothing to start."""
-        return _done("")
-
     def time_gemm(self, request: GemmRequest, facts: TileFacts) -> Future[GemmTime | Failure]:
         """Estimate one GEMM from its compiled resources; they are remembered for the race."""
         self._facts[request.gemm, request.tile] = facts
-        return _done(self._estimate(request.gemm, request.tile, request.m))
+        return answered(self._estimate(request.gemm, request.tile, request.m))
 
     def race(self, request: RaceRequest) -> Future[list[RaceLane] | Failure]:
         """Return one sample per pair: the sum of its GEMMs."""
@@ -57,20 +52,9 @@ class ModelLane:
             ]
             failed = [time for time in times if isinstance(time, Failure)]
             if failed:
-                return _done(failed[0])
+                return answered(failed[0])
             lanes.append(RaceLane(pair, (sum(time.us for time in times if isinstance(time, Estimated)),)))
-        return _done(lanes)
-
-    def verify(self, request: VerifyRequest) -> Future[ErrorMeasure | Failure | None]:
-        """Nothing can be run without the card."""
-        return _done(None)
-
-    def busy_s(self) -> Future[float]:
-        """No GPU works here."""
-        return _done(0.0)
-
-    def stop(self) -> None:
-        """Nothing to end."""
+        return answered(lanes)
 
     def _estimate(self, gemm: Gemm, tile: Tile, m: int) -> Estimated | Failure:
         facts = self._facts.get((gemm, tile))
@@ -78,9 +62,3 @@ class ModelLane:
         if estimate.us == float("inf"):
             return Failure(FailureKind(estimate.bound), "does not fit on one SM")
         return Estimated(estimate.us, estimate.bound)
-
-
-def _done(value: _T) -> Future[_T]:
-    future: Future[_T] = Future()
-    future.set_result(value)
-    return future

@@ -12,11 +12,10 @@ import numpy as np
 
 from sm120tune.compiler import ActivationVariant, CompileSpec, TileFacts
 from sm120tune.failures import Failure, FailureKind
-from sm120tune.measure.lane import GemmTime, TimerName
-from sm120tune.measure.results import GemmRequest, Measured, RaceLane, RaceRequest, VerifyRequest, What
+from sm120tune.measure.lane import GemmTime, Offline, TimerName, answered
+from sm120tune.measure.results import GemmRequest, Measured, RaceLane, RaceRequest, What
 from sm120tune.measure.table import Table, TableRow
 from sm120tune.problem import Gemm
-from sm120tune.reference import ErrorMeasure
 from sm120tune.search_space import VALUES
 from sm120tune.tiles import Tile, TilePair
 
@@ -31,7 +30,7 @@ _MEDIAN_FACTOR = 1.2533
 Values = Mapping[str, tuple[int, ...]]
 
 
-class ReplayLane:
+class ReplayLane(Offline):
     """Answers from a table, with noise of the recorded spread."""
 
     def __init__(self, table: Table, seed: int) -> None:
@@ -50,21 +49,17 @@ class ReplayLane:
         """Times come from a table."""
         return "replay"
 
-    def prepare(self) -> Future[str | Failure]:
-        """Nothing to start."""
-        return _done("")
-
     def time_gemm(self, request: GemmRequest, facts: TileFacts) -> Future[GemmTime | Failure]:
         """Return the recorded time with the noise that a median of as many repeats would have."""
         row = self._rows.get((request.gemm, request.tile, request.m))
         if row is None or row.us is None:
-            return _done(_not_recorded(row))
+            return answered(_not_recorded(row))
         sigma = _sigma(row) * _MEDIAN_FACTOR / math.sqrt(max(1, row.repetitions))
         us = row.us * math.exp(self._rng(row, "time").normal(0.0, max(sigma, _LEAST_NOISE)))
         stop = request.stop_above_us
         stopped = row.at_least or (stop is not None and us > stop)
         what = What(request.gemm.value)
-        return _done(Measured(us, row.spread_us or 0.0, 1 if stopped else row.repetitions, what, stopped))
+        return answered(Measured(us, row.spread_us or 0.0, 1 if stopped else row.repetitions, what, stopped))
 
     def race(self, request: RaceRequest) -> Future[list[RaceLane] | Failure]:
         """Return chains as sums of their GEMMs, each round with noise of its own."""
@@ -74,22 +69,11 @@ class ReplayLane:
             for gemm, tile in ((Gemm.GATE_UP, pair.gate_up), (Gemm.DOWN, pair.down)):
                 row = self._rows.get((gemm, tile, request.m))
                 if row is None or row.us is None:
-                    return _done(_not_recorded(row))
+                    return answered(_not_recorded(row))
                 noise = self._rng(row, "race").normal(0.0, max(_sigma(row), _LEAST_NOISE), request.rounds)
                 samples += row.us * np.exp(noise)
             lanes.append(RaceLane(pair, tuple(float(sample) for sample in samples)))
-        return _done(lanes)
-
-    def verify(self, request: VerifyRequest) -> Future[ErrorMeasure | Failure | None]:
-        """Nothing can be run from a table."""
-        return _done(None)
-
-    def busy_s(self) -> Future[float]:
-        """No GPU works here."""
-        return _done(0.0)
-
-    def stop(self) -> None:
-        """Nothing to end."""
+        return answered(lanes)
 
     def _rng(self, row: TableRow, kind: str) -> np.random.Generator:
         """Return a generator that depends on the seed, the row and how often it was asked for, not on the order."""
@@ -116,9 +100,9 @@ class ReplayPool:
         """Return the recorded outcome; an activation always compiles."""
         variant = spec.variant
         if isinstance(variant, ActivationVariant):
-            return _done(TileFacts(0, 32, 0, 4))
+            return answered(TileFacts(0, 32, 0, 4))
         missing = Failure(FailureKind.LAUNCH_ERROR, "not in the table")
-        return _done(self._outcomes.get((variant.gemm, variant.tile), missing))
+        return answered(self._outcomes.get((variant.gemm, variant.tile), missing))
 
     def stop(self) -> None:
         """Nothing to end."""
@@ -159,9 +143,3 @@ def _not_recorded(row: TableRow | None) -> Failure:
         return Failure(FailureKind.LAUNCH_ERROR, "not in the table")
     answer = row.outcome()
     return answer if isinstance(answer, Failure) else Failure(FailureKind.LAUNCH_ERROR, "no time recorded")
-
-
-def _done(value: _T) -> Future[_T]:
-    future: Future[_T] = Future()
-    future.set_result(value)
-    return future
