@@ -69,7 +69,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _terminate(_signal: int, _frame: object) -> None:
-    raise KeyboardInterrupt
+    # As Ctrl-C: while asyncio runs it cancels in an orderly way. An exception from here could hit its own code in any
+    # line, where a lost wake-up would make the end wait for ever.
+    signal.raise_signal(signal.SIGINT)
 
 
 def _fail(message: str) -> int:

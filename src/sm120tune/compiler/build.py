@@ -200,9 +200,6 @@ def captured_output() -> Iterator[Any]:
                 os.close(descriptor)
 
 
-captured_stderr = captured_output
-
-
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):

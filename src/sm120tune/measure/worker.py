@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sm120tune.compiler.build import captured_stderr, use_cache_folder
+from sm120tune.compiler.build import captured_output, use_cache_folder
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.measure.results import GemmRequest, Measured, RaceLane, RaceRequest, VerifyRequest
 from sm120tune.measure.routing import Routing
@@ -103,7 +103,7 @@ def busy_s() -> float:
 def _guarded(task: Any) -> Any:
     import torch
 
-    with captured_stderr() as noise:
+    with captured_output() as noise:
         try:
             return task(_get_timer())
         except torch.cuda.OutOfMemoryError as error:
