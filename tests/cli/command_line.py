@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import sm120tune
+from sm120tune import cli
 
 CARD = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 SMALL = ["--experts", "16", "--inter", "256", "--hidden", "256", "--topk", "2"]
@@ -77,6 +80,36 @@ class CommandLine:
     def tune(self, *more: str, **options: Any) -> Done:
         """Tune the small problem."""
         return self.run(*self.args(*more), **options)
+
+
+class InProcess:
+    """The command line without a process of its own: the whole of it but the import and the probe for GPUs."""
+
+    def __init__(self, line: CommandLine, capsys: pytest.CaptureFixture[str]) -> None:
+        self.line = line
+        self._capsys = capsys
+
+    def run(self, *args: str) -> Done:
+        """Run a command to its end."""
+        code = cli.run(list(args))
+        captured = self._capsys.readouterr()
+        return Done(code, captured.out, captured.err)
+
+    def refused(self, *args: str, words: list[str]) -> str:
+        """Check that a command ends with 2 and one line that names what is wrong."""
+        before = sorted(self.line.folder.rglob("*"))
+        done = self.run(*args)
+        err = done.err
+        assert done.code == 2, err
+        assert done.out == ""
+        assert err.startswith("sm120tune: error: "), err
+        assert err.count("\n") == 1
+        assert err.endswith("\n")
+        for word in words:
+            assert word in err
+        assert sorted(self.line.folder.rglob("*")) == before
+        assert not list(self.line.cache.rglob("*"))
+        return err
 
 
 def finish(process: subprocess.Popen[str]) -> Done:

@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import CARD, SMALL, CommandLine
+from command_line import CARD, SMALL, CommandLine, InProcess
 
-from sm120tune import cli
 from sm120tune.devices import find_device
 
 BAD: dict[str, tuple[list[str], list[str]]] = {
@@ -64,48 +61,6 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
 }  # fmt: skip
 
 
-class InProcess:
-    """The command line without a process of its own: the whole of it but the import and the probe for GPUs."""
-
-    def __init__(self, line: CommandLine, capsys: pytest.CaptureFixture[str]) -> None:
-        self.line = line
-        self._capsys = capsys
-
-    def __call__(self, *args: str) -> tuple[int, str, str]:
-        code = cli.run(list(args))
-        captured = self._capsys.readouterr()
-        return code, captured.out, captured.err
-
-    def refused(self, *args: str, words: list[str]) -> str:
-        """Check that a command ends with 2 and one line that names what is wrong."""
-        before = sorted(self.line.folder.rglob("*"))
-        code, out, err = self(*args)
-        assert code == 2, err
-        assert out == ""
-        assert err.startswith("sm120tune: error: "), err
-        assert err.count("\n") == 1
-        assert err.endswith("\n")
-        for word in words:
-            assert word in err
-        assert sorted(self.line.folder.rglob("*")) == before
-        assert not list(self.line.cache.rglob("*"))
-        return err
-
-
-@pytest.fixture
-def command(
-    line: CommandLine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[InProcess]:
-    empty = replace(line, cache=tmp_path / "cache")
-    monkeypatch.chdir(line.folder)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(empty.cache))
-    monkeypatch.delenv("SGLANG_MOE_CONFIG_DIR", raising=False)
-    monkeypatch.setattr(cli, "ask_early", lambda: None)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield InProcess(empty, capsys)
-    signal.signal(signal.SIGTERM, handler)
-
-
 @pytest.mark.parametrize(("more", "words"), BAD.values(), ids=BAD)
 def test_an_impossible_argument_is_one_line_and_nothing_is_written(
     command: InProcess, more: list[str], words: list[str]
@@ -133,10 +88,10 @@ def test_a_missing_option_is_named(command: InProcess, missing: str) -> None:
 
 
 def test_no_arguments_show_the_way(command: InProcess) -> None:
-    code, out, err = command()
-    assert code == 2
-    assert out == ""
-    assert "python -m sm120tune --experts" in err
+    done = command.run()
+    assert done.code == 2
+    assert done.out == ""
+    assert "python -m sm120tune --experts" in done.err
 
 
 def test_an_output_that_is_a_file(command: InProcess) -> None:

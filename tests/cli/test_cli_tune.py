@@ -1,0 +1,414 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from command_line import CARD, HANGS_S, SMALL, CommandLine, Done, InProcess, files_under, finish
+
+from sm120tune.compiler import CompileSpec, TileFacts
+from sm120tune.compiler.build import compile_facts
+from sm120tune.problem import DEFAULT_BATCH_SIZES, Gemm, MoEProblem
+from sm120tune.provenance import FileProvenance, loads
+from sm120tune.tiles import Tile, TilePair
+from sm120tune.upstream import find_sglang
+from sm120tune.upstream.arguments import variant_for
+from sm120tune.upstream.source import load_kernels
+
+UP = "E=16,N=256,device_name=NVIDIA_RTX_PRO_6000_Blackwell_Server_Edition.json"
+DOWN = "E=16,N=256,device_name=NVIDIA_RTX_PRO_6000_Blackwell_Server_Edition_down.json"
+TRITON = f"triton_{triton.__version__.replace('.', '_')}"
+LIMIT = 101376
+
+
+def pair_paths(output: Path) -> list[Path]:
+    return [output / "estimated" / kind / TRITON / name for kind in ("configs", "provenance") for name in (UP, DOWN)]
+
+
+def as_sglang(path: Path) -> dict[int, dict[str, Any]]:
+    """Read a config file as SGLang does, and check the order of its keys."""
+    text = path.read_text()
+    content: dict[str, dict[str, Any]] = json.loads(text)
+    keys = [int(key) for key in content]
+    assert keys == sorted(keys)
+    assert [str(key) for key in keys] == list(content)
+    return {int(key): row for key, row in content.items()}
+
+
+def provenance(output: Path) -> FileProvenance:
+    return loads(pair_paths(output)[2].read_text())
+
+
+def timed_rows(output: Path) -> set[int]:
+    return {row.m for row in provenance(output).rows if row.repetitions}
+
+
+# A whole run
+
+
+@pytest.fixture(scope="module")
+def ran(sglang_0_5_23: Path, own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[CommandLine, Done]:
+    """Return one finished run that several tests look at."""
+    line = CommandLine(tmp_path_factory.mktemp("run"), sglang_0_5_23, own_cache)
+    return line, line.tune("--batch-sizes", "1,512", "--trials", "4", "--json")
+
+
+def test_a_run_ends_well_and_says_what_it_does(ran: tuple[CommandLine, Done]) -> None:
+    line, done = ran
+    assert done.code == 0, done.err
+    assert UP in done.err
+    assert DOWN in done.err
+    # The names come before the work, the estimates are called so.
+    assert done.err.index(UP) < done.err.index("search")
+    assert "ESTIMATES" in done.err
+    assert "Traceback" not in done.err
+    assert "assumed" not in done.err
+    assert sorted(path.name for path in line.folder.iterdir()) == ["generated_configs"]
+
+
+def test_the_pair_and_its_provenance_are_under_estimated(ran: tuple[CommandLine, Done]) -> None:
+    line, _ = ran
+    written = {path for path in line.output.rglob("*") if path.is_file() and not path.name.startswith(".")}
+    assert written == set(pair_paths(line.output))
+    up, down, *records = (path.read_bytes() for path in pair_paths(line.output))
+    assert records[0] == records[1]
+    assert up != b""
+    assert down != b""
+
+
+def test_both_files_have_all_keys_in_order_and_one_block_size_m(ran: tuple[CommandLine, Done]) -> None:
+    line, _ = ran
+    up, down = (as_sglang(path) for path in pair_paths(line.output)[:2])
+    assert list(up) == list(down)
+    assert set(up) >= set(DEFAULT_BATCH_SIZES)
+    fields = {"BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages"}
+    for m in up:
+        assert up[m]["BLOCK_SIZE_M"] == down[m]["BLOCK_SIZE_M"]
+        assert set(up[m]) == set(down[m]) == fields
+    record = provenance(line.output)
+    assert {row.m: row.chosen for row in record.rows} == {
+        m: TilePair(Tile.from_row(up[m]), Tile.from_row(down[m])) for m in up
+    }
+    assert record.kind == "estimated"
+    assert timed_rows(line.output) == {1, 512}
+
+
+def test_every_row_compiles_within_the_cards_shared_memory(ran: tuple[CommandLine, Done]) -> None:
+    line, _ = ran
+    tree = find_sglang(line.sglang)
+    problem = MoEProblem.from_parallelism(experts=16, tp=1, inter=256, hidden=256, topk=2)
+    variants = {
+        variant_for(problem, gemm, Tile.from_row(row), m=m, sorted_intermediate=False, pdl=True)
+        for gemm, path in zip(Gemm, pair_paths(line.output)[:2], strict=True)
+        for m, row in as_sglang(path).items()
+    }
+    assert len(variants) > 4
+    for variant in variants:
+        facts = compile_facts(
+            CompileSpec(tree.package, load_kernels(tree).source_hash, triton.__version__, 120, problem, variant)
+        )
+        assert isinstance(facts, TileFacts)
+        assert 0 < facts.shared_bytes <= LIMIT
+
+
+def test_json_is_one_document_that_says_all(ran: tuple[CommandLine, Done]) -> None:
+    line, done = ran
+    document = done.document
+    # As they were given: relative to where the command ran.
+    assert [line.folder / path for path in (*document["files"], *document["provenance"])] == pair_paths(line.output)
+    assert document["kind"] == "estimated"
+    assert document["device"] == CARD
+    assert document["problem"]["experts"] == 16
+    assert document["missing"] == []
+    assert document["resumed"] == 0
+    assert document["compiled"] > 0
+    assert set(document["seconds"]) >= {"search", "total"}
+    rows = {row["m"]: row for row in document["rows"]}
+    assert set(rows) == set(as_sglang(pair_paths(line.output)[0]))
+    assert rows[512]["ratio"] is not None
+    assert not rows[512]["measured"]
+
+
+def test_the_same_command_again_resumes_and_changes_no_row(ran: tuple[CommandLine, Done]) -> None:
+    line, done = ran
+    before = [path.read_bytes() for path in pair_paths(line.output)[:2]]
+    again = line.tune("--batch-sizes", "1,512", "--trials", "4", "--json", "--quiet")
+    assert again.code == 0
+    assert again.err == ""
+    assert again.document["resumed"] >= 8
+    assert again.document["compiled"] == 0
+    assert [path.read_bytes() for path in pair_paths(line.output)[:2]] == before
+    assert again.document["failures"] == done.document["failures"]
+
+
+def test_sglang_itself_takes_the_pair(ran: tuple[CommandLine, Done]) -> None:
+    # Through SGLang's own lookup with the folder that a server would be given.
+    line, done = ran
+    dry = line.tune(
+        "--batch-sizes", "1,512", "--dry-run", "--json", "--output", "elsewhere",
+        env={"SGLANG_MOE_CONFIG_DIR": str(_without_provenance(line))},
+    )  # fmt: skip
+    assert dry.code == 0, dry.err
+    rows = {row["m"]: row["chosen"] for row in done.document["rows"]}
+    for m in (1, 512):
+        today = dry.document["today"][str(m)]
+        assert {name: today[name] for name in ("gate_up", "down")} == rows[m]
+        assert today["up_source"].endswith(UP)
+        assert today["down_source"].endswith(DOWN)
+
+
+def _without_provenance(line: CommandLine) -> Path:
+    server = line.folder.parent / f"{line.folder.name}-server"
+    shutil.copytree(line.output / "estimated" / "configs", server / "configs", dirs_exist_ok=True)
+    return server
+
+
+# Without any work
+
+
+def test_a_dry_run_names_both_files_and_writes_nothing(line: CommandLine, tmp_path: Path) -> None:
+    line = replace(line, cache=tmp_path / "cache")
+    plain = line.tune("--batch-sizes", "1,512", "--dry-run")
+    assert plain.code == 0
+    assert plain.out == ""
+    assert UP in plain.err
+    assert DOWN in plain.err
+    assert "candidates" in plain.err
+    document = line.tune("--batch-sizes", "1,512", "--dry-run", "--json", "--quiet").document
+    assert document["files"] == [UP, DOWN]
+    assert set(document["today"]) == {"1", "512"}
+    assert document["candidates"]["before_cuts"] > document["candidates"]["after_cuts"] > 0
+    assert list(line.folder.iterdir()) == []
+    assert not line.cache.exists()
+
+
+def test_figures_that_were_not_given_are_said(command: InProcess) -> None:
+    tree = str(command.line.sglang)
+    done = command.run(
+        "--experts", "16", "--inter", "256", "--device", CARD, "--timer", "model", "--sglang", tree, "--dry-run"
+    )
+    assert done.code == 0
+    assert "assumed: --hidden 6144" in done.err
+    assert "assumed: --topk 8" in done.err
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        (["--shared-experts", "1"], "E=17,N=256,"),
+        (["--tp", "4"], "E=16,N=64,"),
+        (["--tp", "4", "--ep", "2"], "E=8,N=128,"),
+        (["--dtype", "fp16"], "E=16,N=256,device_name=NVIDIA_RTX_PRO_6000"),
+        (["--device", "NVIDIA_GB10"], "E=16,N=256,device_name=NVIDIA_GB10.json"),
+    ],
+    ids=["shared", "tp", "ep", "dtype", "device"],
+)
+def test_the_names_follow_the_parallelism_and_the_card(command: InProcess, more: list[str], name: str) -> None:
+    document = command.run(*command.line.args(*more, "--dry-run", "--json", "--quiet")).document
+    assert document["files"][0].startswith(name)
+    assert document["files"][1] == document["files"][0].replace(".json", "_down.json")
+    assert list(command.line.folder.iterdir()) == []
+
+
+# Interrupted
+
+
+def processes_of(line: CommandLine) -> set[int]:
+    """Return every process with a command line's cache in its environment, whatever its group."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"XDG_CACHE_HOME={line.cache}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.add(int(folder.name))
+    return found
+
+
+def nothing_is_left(line: CommandLine) -> bool:
+    """Wait until nothing that a command started runs any more."""
+    end = time.monotonic() + 30
+    while processes_of(line) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not processes_of(line)
+
+
+def trials_in(cache: Path) -> int:
+    """Return how many finished trials the journals of a cache hold."""
+    return sum(path.read_text().count('"user_attrs"') for path in cache.glob("sm120tune/runs/*/journal.log"))
+
+
+@contextlib.contextmanager
+def running(line: CommandLine, *more: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """Yield a run and the lines that it has printed so far; whatever happens, nothing of it survives."""
+    process = line.start(*line.args(*more))
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()))
+    reader.start()
+    try:
+        yield process, lines
+        reader.join(HANGS_S)
+    finally:
+        for pid in processes_of(line):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANGS_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def cold(line: CommandLine, tmp_path: Path) -> CommandLine:
+    """Return a command line that has everything still to compile."""
+    return replace(line, cache=tmp_path / "cold")
+
+
+def warm_up(cold: CommandLine, line: CommandLine) -> None:
+    """Give a command line what other tests have compiled, to save time."""
+    shared = line.cache / "sm120tune" / "compile"
+    if shared.is_dir():
+        shutil.copytree(shared, cold.cache / "sm120tune" / "compile", dirs_exist_ok=True)
+
+
+INTERRUPTED = ["--batch-sizes", "512", "--trials", "4"]
+
+
+@pytest.mark.parametrize(
+    ("which", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["ctrl-c", "sigterm"]
+)
+def test_an_interrupted_run_says_one_line_and_the_same_command_goes_on(
+    cold: CommandLine, line: CommandLine, which: signal.Signals, whole_group: bool
+) -> None:
+    with running(cold, *INTERRUPTED) as (process, lines):
+        wait_for(lambda: trials_in(cold.cache) >= 2 or process.poll() is not None)
+        said = len(lines)
+        (os.killpg if whole_group else os.kill)(process.pid, which)
+        process.wait(HANGS_S)
+        assert nothing_is_left(cold)
+    assert process.returncode == 130
+    left = [text for text in lines[said:] if text.strip()]
+    assert left == ["interrupted; everything finished is saved, the same command goes on from there\n"]
+    assert list(cold.folder.iterdir()) == []
+    found = trials_in(cold.cache)
+    assert found >= 2
+    warm_up(cold, line)
+    again = cold.tune(*INTERRUPTED, "--json")
+    assert again.code == 0, again.err
+    assert again.document["resumed"] == found
+    assert as_sglang(pair_paths(cold.output)[0])
+
+
+def test_an_interrupt_while_everything_starts_is_one_line_too(cold: CommandLine) -> None:
+    with running(cold, *INTERRUPTED) as (process, lines):
+        # The compilers are about to import what they need.
+        wait_for(lambda: any(text.startswith("search") for text in lines) or process.poll() is not None)
+        time.sleep(0.4)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(HANGS_S)
+        assert nothing_is_left(cold)
+    assert process.returncode == 130
+    assert "Traceback" not in "".join(lines)
+    assert lines[-1].startswith("interrupted")
+
+
+def test_a_killed_run_leaves_no_compilers_behind_and_can_go_on(cold: CommandLine, line: CommandLine) -> None:
+    with running(cold, *INTERRUPTED) as (process, _):
+        wait_for(lambda: trials_in(cold.cache) >= 1 or process.poll() is not None)
+        process.kill()
+        process.wait(HANGS_S)
+        assert nothing_is_left(cold)
+    assert process.returncode == -signal.SIGKILL
+    warm_up(cold, line)
+    again = cold.tune(*INTERRUPTED, "--json")
+    assert again.code == 0, again.err
+    assert again.document["resumed"] >= 1
+
+
+# Several runs on one folder
+
+
+def test_two_runs_at_once_lose_nothing(line: CommandLine) -> None:
+    sizes = ["1", "512"]
+    processes = [
+        line.start(*line.args("--batch-sizes", m, "--trials", "4", "--json", "--quiet", "--seed", "7")) for m in sizes
+    ]
+    done = [finish(process) for process in processes]
+    assert [one.code for one in done] == [0, 0], done
+    assert timed_rows(line.output) == {1, 512}
+    up, down = (as_sglang(path) for path in pair_paths(line.output)[:2])
+    assert list(up) == list(down)
+    assert set(up) >= set(DEFAULT_BATCH_SIZES)
+    # What each run reported is what is there, whichever was last, and both went into one journal.
+    there = {row.m: row.to_json() for row in provenance(line.output).rows}
+    for m, one in zip(sizes, done, strict=True):
+        said = next(row for row in one.document["rows"] if row["m"] == int(m))
+        assert there[int(m)]["chosen"] == said["chosen"]
+    again = line.tune("--batch-sizes", ",".join(sizes), "--trials", "4", "--json", "--quiet", "--seed", "7")
+    assert again.document["resumed"] >= 8
+
+
+def test_another_problem_with_the_same_name_is_refused_and_named(ran: tuple[CommandLine, Done]) -> None:
+    line, _ = ran
+    before = files_under(line.output)
+    other = [*SMALL]
+    other[other.index("--hidden") + 1] = "128"
+    args = [*other, "--device", CARD, "--timer", "model", "--sglang", str(line.sglang)]
+    done = line.run(*args, "--batch-sizes", "1", "--trials", "1", "--quiet")
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "problem.hidden is 256 there and 128 here" in done.err
+    assert "--replace" in done.err
+    assert files_under(line.output) == before
+
+
+# Disks
+
+
+def test_a_full_disk_leaves_the_old_pair_as_it_was(line: CommandLine, tmp_path: Path) -> None:
+    command = ["--batch-sizes", "512", "--trials", "1", "--quiet"]
+    assert line.tune(*command, "--seed", "11").code == 0
+    before = files_under(line.output)
+    largest = max(len(content) for content in before.values())
+    # A cache of its own, so that its journal is small; what is compiled is there already.
+    cache = tmp_path / "cache"
+    shutil.copytree(line.cache / "sm120tune" / "compile", cache / "sm120tune" / "compile")
+    limit = largest - 2000
+
+    def small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    full = replace(line, cache=cache).tune(*command, "--seed", "11", preexec_fn=small_disk)
+    assert full.code == 2
+    assert full.out == ""
+    assert full.err.count("\n") == 1, full.err
+    assert "File too large" in full.err
+    assert str(line.output.name) in full.err
+    assert files_under(line.output) == before
+
+
+def test_a_journal_on_a_full_disk_is_one_line(line: CommandLine, tmp_path: Path) -> None:
+    line = replace(line, cache=tmp_path / "cache")
+
+    def small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+
+    full = line.tune("--batch-sizes", "1,512", "--trials", "4", "--quiet", preexec_fn=small_disk)
+    assert full.code == 2
+    assert re.fullmatch(r"sm120tune: error: cannot write the journal .*: File too large\n", full.err), full.err
+    assert list(line.folder.iterdir()) == []
