@@ -15,7 +15,7 @@ from sm120tune.devices import DEFAULT_DEVICE_NAME, LocalGPU, find_device
 from sm120tune.errors import UserError
 from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
-from sm120tune.measure.routing import UNIFORM
+from sm120tune.measure.routing import BALANCED, UNIFORM
 from sm120tune.measure.workload import activation_bytes, weight_bytes
 from sm120tune.problem import MoEProblem
 from sm120tune.provenance import FileProvenance, RowProvenance, RowStatus
@@ -193,7 +193,7 @@ def test_what_makes_two_runs_the_same(sglang_0_5_23: Path, sglang_0_5_15: Path, 
         replace(base, gpus=(gpu(0),)),
         replace(base, triton_version="3.6.0"),
         replace(base, timer="cuda"),
-        replace(base, routing=resolve.Routing("balanced")),
+        replace(base, routing=BALANCED),
         replace(base, settings=replace(SETTINGS, seed=1)),
         replace(base, settings=replace(SETTINGS, exhaustive=True)),
     ]

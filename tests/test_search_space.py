@@ -304,7 +304,7 @@ def test_pairs_outside_the_space_have_no_parameters(pair: TilePair) -> None:
 
 def test_a_changed_space_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     before = space_hash()
-    assert before == space_hash() == space_hash(dict(reversed(VALUES.items())))
+    assert before == space_hash() == space_hash(dict(reversed(list(VALUES.items()))))
     assert space_hash({**VALUES, "num_stages": (2, 3, 4)}) != before
     monkeypatch.setattr(search_space, "SPACE_VERSION", search_space.SPACE_VERSION + 1)
     assert space_hash() != before

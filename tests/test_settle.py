@@ -91,6 +91,7 @@ def test_a_winner_is_faster_right_and_measured(sglang_0_5_23: Path, tmp_path: Pa
         assert row.timer == "cuda"
         assert row.error == RIGHT.relative
         assert row.repetitions > 1
+        assert row.chosen_us is not None
         assert row.chosen_us == pytest.approx(pair_us(bowl, row.chosen, m), rel=0.02)
         assert row.today_us == pytest.approx(pair_us(bowl, today, m), rel=0.02)
         assert row.chosen_spread_us is not None
@@ -128,7 +129,7 @@ def test_the_last_word_is_a_race_against_today_alone(sglang_0_5_23: Path, tmp_pa
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_equal_tiles_leave_todays_pair(sglang_0_5_23: Path, tmp_path: Path, run: Run, noise: float) -> None:
     job = make_job(sglang_0_5_23, tmp_path / "out", batch_sizes=(1, 16, 64, 512), trials=15)
-    lane = SyntheticLane(flat, noise=noise)
+    lane = SyntheticLane(flat, name="equal", noise=noise)
     result = run(job, lane)
     lane.stop()
     check_written(job, result)
@@ -189,6 +190,22 @@ def test_a_lucky_search_does_not_win(sglang_0_5_23: Path, tmp_path: Path, run: R
     lane.stop()
     assert row.status is RowStatus.KEPT
     assert row.chosen == today
+
+
+def test_a_time_below_the_cards_floor_is_called_impossible(sglang_0_5_23: Path, tmp_path: Path, run: Run) -> None:
+    job = make_job(sglang_0_5_23, tmp_path / "out", batch_sizes=(64, 4096), trials=10)
+
+    def cost(gemm: Gemm, tile: Tile, m: int) -> float:
+        # At 64 half of what the card's bandwidth allows, at 4096 twice as much time as needed.
+        return job.floor(m)[0] * (0.25 if m == 64 else 1.0) * bowl(gemm, tile, m) / bowl(gemm, Tile(16, 64, 128, 1), m)
+
+    lane = SyntheticLane(cost)
+    rows = by_m(run(job, lane))
+    lane.stop()
+    assert rows[64].roofline_share is not None
+    assert (rows[64].roofline_share > 1) == ("impossible" in rows[64].note)
+    assert rows[64].roofline_share > 1
+    assert "impossible" not in rows[4096].note
 
 
 # What is wrong is never written
@@ -373,7 +390,7 @@ def test_where_neither_today_nor_anything_else_runs_the_row_says_so(
     assert row.status is RowStatus.KEPT
     assert row.today_us is row.chosen_us is row.ratio is None
     assert "today's pair cannot run: compile_crash" in row.note
-    assert lane.gemms == lane.races == lane.checks == []
+    assert (lane.gemms, lane.races, lane.checks) == ([], [], [])
 
 
 # The whole ladder

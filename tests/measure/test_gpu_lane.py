@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         end(watched)
 
 
+def gone(watched: Watched, worker_id: int) -> bool:
+    """Say whether a worker has ended."""
+    return worker_id not in watched.workers()
+
+
 def works(watched: Watched) -> None:
     """Check that a lane goes on answering."""
     assert watched.answer(Do.WORK) == Measured(tasks.US, 0.1, 5, What.GATE_UP)
@@ -253,7 +259,7 @@ def test_a_worker_that_dies_between_two_requests_is_replaced(make: Make) -> None
         works(watched)
         idle = watched.pids(Do.WORK)[-1]
         os.kill(idle, signal.SIGKILL)
-        assert ends(lambda idle=idle: idle not in watched.workers())
+        assert ends(partial(gone, watched, idle))
     works(watched)
     assert len(set(watched.pids(Do.WORK))) == 3
 

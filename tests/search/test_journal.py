@@ -239,7 +239,7 @@ def test_a_killed_process_loses_nothing_that_it_had_finished(tmp_path: Path) -> 
             while said < wanted:
                 said = int(process.stdout.readline())
             process.send_signal(signal.SIGKILL)
-            said = int((process.stdout.read().split() or [said])[-1])
+            said = int((process.stdout.read().split() or [str(said)])[-1])
         begin = time.monotonic()
         journal = open_journal(tmp_path, {"run": "killed"})
         trials = journal.trials(64)

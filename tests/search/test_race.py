@@ -24,7 +24,7 @@ ROUNDS = 31
 def coverage(n: int, low: int, high: int) -> float:
     """Return the exact chance that the median lies between two order statistics (0-based) of n samples."""
     # Between them exactly when more than `low` and at most `high` samples are below the median.
-    return sum(math.comb(n, below) for below in range(low + 1, high + 1)) / 2**n
+    return sum(math.comb(n, below) for below in range(low + 1, high + 1)) / float(2**n)
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.99, CONFIDENCE])
