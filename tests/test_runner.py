@@ -365,7 +365,7 @@ def test_a_budget_counts_from_the_start_of_the_command(bench: Bench, sglang_0_5_
 
 def test_two_lanes_share_the_ladder_in_contiguous_parts(bench: Bench, sglang_0_5_23: Path) -> None:
     sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=sizes, trials=8)
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=sizes, trials=24)
     pause = lambda _request: time.sleep(0.001)  # noqa: E731
     lanes = [bench.lane(name="one", before=pause), bench.lane(name="two", before=pause)]
     result = bench.run(job, *lanes)

@@ -61,20 +61,23 @@ class Between:
 
     async def cross(self, m: int, lane: Timer) -> None:
         """Time at M the rows of the keys around it, beside its own."""
-        keys = sorted(self._job.batch_sizes)
-        place = keys.index(m)
-        around = [key for key in keys[max(0, place - _WINDOW) : place + _WINDOW + 1] if key in self._rows]
         if m not in self._rows:
             return
-        own = self._rows[m].chosen
-        samples = await self._race(m, lane, (own, *(self._rows[key].chosen for key in around)), _CROSS_ROUNDS)
-        for key in around if samples is not None else ():
-            self._ratio[m, key] = statistics.median(samples[self._rows[key].chosen]) / statistics.median(samples[own])  # type: ignore[index]
+        ladder = {**self._rows, **self.added}
+        keys = sorted(ladder)
+        place = keys.index(m)
+        around = {key: ladder[key].chosen for key in keys[max(0, place - _WINDOW) : place + _WINDOW + 1]}
+        own = ladder[m].chosen
+        samples = await self._race(m, lane, (own, *around.values()), _CROSS_ROUNDS)
+        if samples is not None:
+            own_us = statistics.median(samples[own])
+            self._ratio |= {(m, key): statistics.median(samples[pair]) / own_us for key, pair in around.items()}
 
     def fewest(self) -> tuple[RowProvenance, ...]:
         """Return the rows of the fewest keys that keep every tuned M within tolerance, and of all other keys."""
         sizes = [m for m in self._job.batch_sizes if m in self._rows]
-        keep = set(fewest_keys(sizes, self._ratio)) | (set(self._rows) - set(sizes))
+        others = set(self._rows) - set(sizes)
+        keep = {*fewest_keys(sizes, self._ratio, others | set(self.added)), *others}
         return tuple(row for m, row in sorted(self._rows.items()) if m in keep)
 
     async def _race(self, m: int, lane: Timer, pairs: Sequence[TilePair], rounds: int) -> Samples | None:

@@ -108,8 +108,8 @@ class Hunt:
         step.resume(self._journal.trials(m), lambda data: read_timing(self._job.timer, data))
         self.resumed += step.told
         self._observer.advance(min(step.told, settings.trials))
-        step.add_seeds(self._neighbours(m, _NEIGHBOUR_SEEDS))
-        step.add_seeds(self._seeds.at(m))
+        today, *others = self._seeds.at(m)
+        step.add_seeds([today, *self._neighbours(m, _NEIGHBOUR_SEEDS), *others])
         self.steps[m] = step
         await self._continue(m, lane)
 

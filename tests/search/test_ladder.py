@@ -53,6 +53,24 @@ def test_the_fewest_keys_serve_everyone_and_no_fewer_would(seed: int) -> None:
         assert not smaller or not serves(smaller, ratio)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_fixed_keys_stay_and_serve_what_they_are_nearest_to(seed: int) -> None:
+    draw = random.Random(1000 + seed)
+    fixed = tuple(sorted(draw.sample([3, 12, 30, 100, 512], draw.randint(1, 3))))
+    every = [*SIZES, *fixed]
+    ratio = {(m, key): draw.choice([1.0, 1.01, 1.3]) for m in SIZES for key in every if m != key}
+
+    def all_served(keys: tuple[int, ...]) -> bool:
+        ladder = sorted([*keys, *fixed])
+        return all(m in keys or ratio[m, sglang(ladder, m)] <= 1 + TOLERANCE for m in SIZES)
+
+    keys = fewest_keys(SIZES, ratio, fixed)
+    assert set(keys) <= set(SIZES)
+    assert all_served(keys)
+    for count in range(len(keys)):
+        assert not any(all_served(fewer) for fewer in itertools.combinations(SIZES, count))
+
+
 def test_one_key_where_one_row_serves_all_and_all_where_none_does() -> None:
     pairs = list(itertools.permutations(SIZES, 2))
     assert len(fewest_keys(SIZES, dict.fromkeys(pairs, 1.0))) == 1

@@ -84,20 +84,32 @@ def test_seeds_outside_the_space_are_left_out() -> None:
     assert drive(step) == [OTHER]
 
 
-def test_seeds_are_tried_even_beyond_the_trials() -> None:
+def test_seeds_count_as_trials_and_wait_for_more() -> None:
     step = make(trials=1, seeds=(DEFAULT, OTHER))
-    assert drive(step) == [DEFAULT, OTHER]
+    assert drive(step) == [DEFAULT]
     assert step.finished
+    step.allow(2)
+    assert not step.finished
+    assert drive(step) == [OTHER]
     assert step.told == 2
 
 
-def test_late_seeds_reopen_a_finished_step() -> None:
+def test_late_seeds_come_first_once_more_trials_are_allowed() -> None:
     step = make(trials=3)
     drive(step)
     assert step.finished
     step.add_seeds([OTHER])
-    assert not step.finished
+    assert step.finished
+    step.allow(4)
     assert drive(step) == [OTHER]
+    assert step.finished
+
+
+def test_a_step_that_gave_up_stays_so() -> None:
+    step = make(trials=3, seeds=(DEFAULT,))
+    step.give_up()
+    step.allow(10)
+    assert step.ask() is None
     assert step.finished
 
 

@@ -7,7 +7,7 @@ one, since ladders are written in ascending order), and never interpolates.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 TOLERANCE = 0.02
@@ -44,29 +44,35 @@ def nearest(keys: Sequence[int], m: int) -> int:
 
 
 def fewest_keys(
-    sizes: Sequence[int], ratio: Mapping[tuple[int, int], float], tolerance: float = TOLERANCE
+    sizes: Sequence[int],
+    ratio: Mapping[tuple[int, int], float],
+    fixed: Collection[int] = (),
+    tolerance: float = TOLERANCE,
 ) -> tuple[int, ...]:
     """Return the fewest of the sizes that, as keys, serve every size within the tolerance of its own row.
 
     ``ratio[m, key]`` is the time at M with the row of ``key`` over that with M's own row; a missing entry counts as
-    too slow. A shortest path over the keys in order: a step from one key to the next is allowed when every size
-    between them is served well by the nearer of the two.
+    too slow. ``fixed`` are keys that the ladder has in any case. A shortest path over the keys in order: a step from
+    one key to the next skips no fixed one and is allowed when every size between them is served well by the nearer.
     """
-    ordered = sorted(sizes)
+    wanted = sorted(sizes)
+    keys = sorted({*sizes, *fixed})
+    last_fixed = max(fixed, default=keys[0])
 
     def good(m: int, key: int) -> bool:
         return m == key or ratio.get((m, key), float("inf")) <= 1 + tolerance
 
     best: dict[int, tuple[int, tuple[int, ...]]] = {}
-    for index, key in enumerate(ordered):
+    for key in keys:
+        count = int(key not in fixed)
         options: list[tuple[int, tuple[int, ...]]] = []
-        if all(good(m, key) for m in ordered[:index]):
-            options.append((1, (key,)))
-        for before, (count, path) in best.items():
-            between = [m for m in ordered if before < m < key]
-            if all(good(m, nearest((before, key), m)) for m in between):
-                options.append((count + 1, (*path, key)))
+        if not any(other < key for other in fixed) and all(good(m, key) for m in wanted if m < key):
+            options.append((count, (key,)))
+        for before, (so_far, path) in best.items():
+            skipped = any(before < other < key for other in fixed)
+            if not skipped and all(good(m, nearest((before, key), m)) for m in wanted if before < m < key):
+                options.append((so_far + count, (*path, key)))
         if options:
             best[key] = min(options)
-    ends = [found for key, found in best.items() if all(good(m, key) for m in ordered if m > key)]
-    return min(ends)[1]
+    ends = [found for key, found in best.items() if key >= last_fixed and all(good(m, key) for m in wanted if m > key)]
+    return tuple(key for key in min(ends)[1] if key in set(sizes))

@@ -56,6 +56,7 @@ class SearchStep:
         self._sampled = 0
         self._walked: set[TilePair] = set()
         self._exhausted = False
+        self._stopped = False
         self._study = optuna.create_study(
             direction="minimize",
             sampler=optuna.samplers.TPESampler(
@@ -83,7 +84,7 @@ class SearchStep:
     @property
     def finished(self) -> bool:
         """Whether nothing is under way and nothing more will be proposed."""
-        return not self._open and (self._exhausted or (self._spent() and not self._queue))
+        return not self._open and (self._stopped or self._exhausted or self._spent())
 
     def add_seeds(self, pairs: Iterable[TilePair]) -> None:
         """Queue pairs to try first: today's, shipped rows, neighbours' winners."""
@@ -119,12 +120,14 @@ class SearchStep:
 
     def ask(self) -> TilePair | None:
         """Return a pair that has not been proposed before, or None when there is none for now."""
+        if self._stopped:
+            return None
         if self._grid is not None:
             return self._ask_grid(self._grid)
-        if self._queue:
-            return self._open_pair(self._queue.pop(0), None)
         if self._spent():
             return None
+        if self._queue:
+            return self._open_pair(self._queue.pop(0), None)
         if self._sampled < self._settings.sampler_share * (self._told + len(self._open)):
             return self._ask_sampler() or self._ask_walk()
         return self._ask_walk() or self._ask_sampler()
@@ -152,9 +155,7 @@ class SearchStep:
 
     def give_up(self) -> None:
         """Propose nothing more: the time is up."""
-        self._queue.clear()
-        self._grid = None
-        self.allow(0)
+        self._stopped = True
 
     def _spent(self) -> bool:
         return self._grid is None and self._told + len(self._open) >= self._settings.trials
