@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 import time
@@ -17,6 +18,8 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 _IMPLICIT = "tune"
+_COMMANDS = ("tune", "check")
+"""Each is ``NAME_command`` in the module of its name."""
 _OWN_OPTIONS = ("--help", "-h", "--version")
 
 
@@ -24,14 +27,14 @@ class _Commands(click.Group):
     """Imports a command when it is asked for: torch and Triton take seconds to import."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return ["tune"]
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name != "tune":
+        if cmd_name not in _COMMANDS:
             return None
-        from sm120tune.cli.tune import tune_command
-
-        return tune_command
+        command = getattr(importlib.import_module(f"sm120tune.cli.{cmd_name}"), f"{cmd_name}_command")
+        assert isinstance(command, click.Command)
+        return command
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

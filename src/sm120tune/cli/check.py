@@ -1,0 +1,237 @@
+"""``sm120tune check``: will a server use the files as meant, and can the card run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sm120tune.check import Finding, Level, Report
+from sm120tune.check.files import Context, check_files
+from sm120tune.check.folders import sources_of, tree_sources
+from sm120tune.check.names import ASSUMED_HIDDEN, ASSUMED_TOPK, QUANTIZED
+from sm120tune.check.resources import COMPILED_DTYPES, Resources
+from sm120tune.check.rules import rules_of
+from sm120tune.check.server import Server, check_server
+from sm120tune.check.view import ServerView
+from sm120tune.devices import DeviceSpec, find_device, known_devices
+from sm120tune.errors import UserError
+from sm120tune.problem import MoEProblem
+from sm120tune.resolve import CardRequest, resolve_card
+from sm120tune.upstream import SGLangTree, UpstreamError, find_sglang
+
+_NUMBERS = ("experts", "inter", "hidden", "topk", "tp", "ep", "dtype", "shared_experts", "block_shape", "per_channel")
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """The options of the command, as click parsed them."""
+
+    paths: tuple[Path, ...]
+    experts: int | None
+    tp: int | None
+    ep: int | None
+    inter: int | None
+    hidden: int | None
+    topk: int | None
+    dtype: str | None
+    shared_experts: int | None
+    block_shape: str | None
+    per_channel: bool
+    device: str | None
+    all_cards: bool
+    sglang: Path | None
+    max_tokens: int
+    workers: int | None
+    as_json: bool
+
+
+@click.command("check", context_settings={"show_default": True})
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[FILE|FOLDER]...")
+@click.option("--experts", type=int, help="Routed experts of the model: check what a server of it would run.")
+@click.option("--tp", type=int, help="Tensor parallel size.  [default: 1]")
+@click.option("--ep", type=int, help="Expert parallel size.  [default: 1]")
+@click.option("--inter", type=int, help="moe_intermediate_size of the model, before any split.")
+@click.option("--hidden", type=int, help=f"Hidden size.  [default: {ASSUMED_HIDDEN}]")
+@click.option("--topk", type=int, help=f"Experts per token.  [default: {ASSUMED_TOPK}]")
+@click.option("--dtype", help=f"One of {', '.join((*COMPILED_DTYPES, *QUANTIZED))}.  [default: bf16]")
+@click.option("--shared-experts", type=int, help="Shared experts fused into the routed ones.  [default: 0]")
+@click.option("--block-shape", help="Quantization block of a block-wise checkpoint, for example 128,128.")
+@click.option("--per-channel", is_flag=True, help="The checkpoint is quantized per channel.")
+@click.option(
+    "--device",
+    help="Card by name, blanks or underscores.  [default: the card in each file's name; with numbers the local GPU]",
+)
+@click.option("--all-cards", is_flag=True, help="Check the files of every known card.")
+@click.option(
+    "--sglang",
+    type=click.Path(path_type=Path),
+    help="SGLang checkout or site-packages; without files or numbers, the files that it ships for --device.",
+)
+@click.option("--max-tokens", type=int, default=16384, help="Largest M of the server: its prefill chunk.")
+@click.option("--workers", type=int, help="Compile processes.  [default: all cores]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def check_command(**options: Any) -> int:
+    """Check config files, SGLang's shipped tree, or what a server of one layer would run, without a GPU."""
+    return _check(CheckOptions(**options))
+
+
+def _check(options: CheckOptions) -> int:
+    for name, value in (("--max-tokens", options.max_tokens), ("--workers", options.workers)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, not {value}")
+    numbers = [f"--{name.replace('_', '-')}" for name in _NUMBERS if _given(getattr(options, name))]
+    if numbers and options.paths:
+        raise UserError(f"{numbers[0]} and {options.paths[0]}: give either a layer's numbers or files, not both")
+    if options.all_cards and (numbers or options.device is not None):
+        raise UserError("--all-cards checks files of every card; leave out --device and the layer's numbers")
+    tree = _tree(options.sglang, needed=not options.paths)
+    resources = Resources(tree, options.workers or os.cpu_count() or 1)
+    try:
+        report = _report(options, tree, resources, numbers=bool(numbers))
+    finally:
+        resources.stop()
+    if options.as_json:
+        print(json.dumps(_document(report, tree), indent=4))
+    else:
+        _show(report, tree)
+    return 1 if report.count(Level.ERROR) else 0
+
+
+def _given(value: object) -> bool:
+    return value is not None and value is not False
+
+
+def _report(options: CheckOptions, tree: SGLangTree | None, resources: Resources, *, numbers: bool) -> Report:
+    rules = rules_of(tree)
+    device = find_device(options.device) if options.device is not None else None
+    context = Context(device, options.max_tokens, rules, resources, tree.configs_dir if tree is not None else None)
+    if numbers:
+        assert tree is not None
+        return check_server(_server(options, tree), replace(context, device=None))
+    if options.paths:
+        return check_files(sources_of(options.paths), context)
+    assert tree is not None
+    if device is None and not options.all_cards:
+        raise UserError(
+            "nothing to check: give files, a layer's numbers (--experts, --inter), or --sglang and --device"
+        )
+    cards = [device] if device is not None else known_devices()
+    sources = tree_sources(tree.configs_dir, (card.file_name for card in cards))
+    if not sources:
+        raise UserError(f"{tree.configs_dir} has no file for {options.device}; check a layer's numbers instead")
+    return check_files(sources, context)
+
+
+def _tree(path: Path | None, *, needed: bool) -> SGLangTree | None:
+    """Return the tree that a person named, else the importable one, else None where files can do without."""
+    if path is not None or needed:
+        return find_sglang(path)
+    try:
+        return find_sglang()
+    except UpstreamError:
+        raise
+    except UserError:
+        return None
+
+
+def _server(options: CheckOptions, tree: SGLangTree) -> Server:
+    import triton
+
+    problem = _problem(options)
+    card: DeviceSpec
+    if options.device is not None:
+        card = find_device(options.device)
+    else:
+        card = resolve_card(CardRequest(None, None, None, "model")).spec
+    folder = os.environ.get("SGLANG_MOE_CONFIG_DIR")
+    return Server(problem, card, tree, Path(folder) if folder else None, triton.__version__)
+
+
+def _problem(options: CheckOptions) -> MoEProblem:
+    if options.experts is None or options.inter is None:
+        missing = "--experts" if options.experts is None else "--inter"
+        raise UserError(f"missing {missing}; the least is for example: --experts 256 --tp 8 --inter 2048")
+    dtype = options.dtype or "bf16"
+    if dtype not in (*COMPILED_DTYPES, *QUANTIZED):
+        raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join((*COMPILED_DTYPES, *QUANTIZED))}")
+    problem = MoEProblem.from_parallelism(
+        experts=options.experts,
+        tp=_or(options.tp, 1),
+        ep=_or(options.ep, 1),
+        inter=options.inter,
+        hidden=_or(options.hidden, ASSUMED_HIDDEN),
+        topk=_or(options.topk, ASSUMED_TOPK),
+        shared_experts=_or(options.shared_experts, 0),
+    )
+    quantized = {"fp8_w8a8", "int8_w8a8"}
+    if dtype not in quantized and (options.block_shape or options.per_channel):
+        given = "--block-shape" if options.block_shape else "--per-channel"
+        raise UserError(f"{given} with --dtype {dtype}: only fp8_w8a8 and int8_w8a8 files have it; drop one of the two")
+    return replace(
+        problem, dtype=dtype, block_shape=_block_shape(options.block_shape), per_channel_quant=options.per_channel
+    )
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _block_shape(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    parts = text.strip("[]").split(",")
+    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"--block-shape {text!r} is no pair of positive integers; write for example 128,128")
+    return (int(parts[0]), int(parts[1]))
+
+
+def _document(report: Report, tree: SGLangTree | None) -> dict[str, Any]:
+    sglang = {"version": tree.version, "package": str(tree.package)} if tree is not None else None
+    return {"sglang": sglang, **report.to_json()}
+
+
+def _show(report: Report, tree: SGLangTree | None) -> None:
+    if tree is None:
+        print("no SGLang found: its strictest release counts, and nothing is compiled", file=sys.stderr)
+    else:
+        print(f"SGLang {tree.version} at {tree.package}", file=sys.stderr)
+    if report.server is not None:
+        _show_server(report.server)
+    for file in dict.fromkeys(finding.file for finding in report.findings):
+        print(file or "general")
+        for line in _lines(finding for finding in report.findings if finding.file == file):
+            print(f"  {line}")
+    counts = ", ".join(f"{report.count(level)} {level.value}" for level in Level)
+    print(f"files read: {len(report.files)}; findings: {counts}")
+
+
+def _lines(findings: Iterable[Finding]) -> Iterable[str]:
+    order = list(Level)
+    for finding in sorted(findings, key=lambda finding: order.index(finding.level)):
+        key = f" [{finding.key}]" if finding.key else ""
+        fix = f"; fix: {finding.fix}" if finding.fix else ""
+        yield f"{finding.level.value:<7} {finding.code}{key}: {finding.what}{fix}"
+
+
+def _show_server(view: ServerView) -> None:
+    print(f"layer: {view.problem} on {view.device}")
+    print(f"the server asks for {view.asked[0]}")
+    print(f"                and {view.asked[1]}")
+    rows = [("M", "rows", "gate_up", "takes", "down", "takes")]
+    for span in view.spans:
+        keys = " | ".join("default" if key is None else str(key) for key in (span.up_key, span.down_key))
+        if span.pair is None:
+            rows.append((span.label, keys, "cannot run", "", "", ""))
+            continue
+        up, down = span.pair.gate_up, span.pair.down
+        rows.append((span.label, keys, str(up), str(span.gate_up), str(down), str(span.down)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
