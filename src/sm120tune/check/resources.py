@@ -37,15 +37,23 @@ _OPERAND_BYTES = {
 _STAGED_MULTIPLE = 16
 """Rows of another number of elements are loaded without staging."""
 
+_LEAST_COPY = 4
+"""Bytes of the smallest asynchronous copy: an operand with less for each thread is not staged."""
+
 
 def staged_bytes(tile: Tile, dtype: str) -> int:
     """Return a lower bound of the shared memory of a launch: the staged operands alone.
 
-    ``(num_stages - 1) * (BLOCK_SIZE_M * bytes of A + BLOCK_SIZE_N * bytes of B) * BLOCK_SIZE_K``: exact on SM120
-    for bf16 and channel-wise fp8; block-wise fp8 needs up to 1,024 B more, SM90 more still.
+    ``(num_stages - 1) * (BLOCK_SIZE_M * bytes of A + BLOCK_SIZE_N * bytes of B) * BLOCK_SIZE_K``: on SM120 exact for
+    bf16 and for int8 and fp8 without blocks; with blocks up to 1,024 B more are needed, on SM90 more still.
     """
     a_bytes, b_bytes = _OPERAND_BYTES[dtype]
-    return (tile.num_stages - 1) * (tile.BLOCK_SIZE_M * a_bytes + tile.BLOCK_SIZE_N * b_bytes) * tile.BLOCK_SIZE_K
+    stage = sum(
+        rows * tile.BLOCK_SIZE_K * size
+        for rows, size in ((tile.BLOCK_SIZE_M, a_bytes), (tile.BLOCK_SIZE_N, b_bytes))
+        if rows * tile.BLOCK_SIZE_K * size >= _LEAST_COPY * 32 * tile.num_warps
+    )
+    return (tile.num_stages - 1) * stage
 
 
 @dataclass(frozen=True)
