@@ -18,8 +18,10 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 _IMPLICIT = "tune"
-_COMMANDS = ("tune", "check")
-"""Each is ``NAME_command`` in the module of its name."""
+_COMMANDS = ("tune", "check", "install", "uninstall", "list")
+"""Each is ``NAME_command`` in the module of its name, if _MODULES has no other."""
+_MODULES = {"list": "installed"}
+"""A module named list would hide the built-in one in here."""
 _OWN_OPTIONS = ("--help", "-h", "--version")
 
 
@@ -32,7 +34,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command = getattr(importlib.import_module(f"sm120tune.cli.{cmd_name}"), f"{cmd_name}_command")
+        module = _MODULES.get(cmd_name, cmd_name)
+        command = getattr(importlib.import_module(f"sm120tune.cli.{module}"), f"{cmd_name}_command")
         assert isinstance(command, click.Command)
         return command
 
