@@ -105,7 +105,7 @@ def test_the_same_again_changes_nothing(maker: Maker) -> None:
     maker.install(written.up_path)
     before = picture(maker.site)
     stamps = {path: path.stat().st_mtime_ns for path in maker.site.rglob("*")}
-    (item,) = maker.install(maker.output).pairs
+    (item,) = maker.install(maker.output, written.up_path, written.down_path).pairs
     assert item.state == "unchanged"
     assert item.pickup is not None
     assert picture(maker.site) == before
