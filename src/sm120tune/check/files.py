@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,13 @@ class Context:
     resources: Resources
     configs: Path | None = None
     """The server's own folder of version folders: a partner that is not in there is nowhere."""
+    tell: Callable[[str], None] = lambda _line: None
+    """Where progress goes."""
+
+    def tell_waiting(self) -> None:
+        """Say how much is being compiled, where anything is."""
+        if self.resources.waiting:
+            self.tell(f"compiling {self.resources.waiting} variants, each about half a second of one core")
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ def check_files(sources: Sequence[Source], context: Context) -> Report:
         installed = context.configs is not None and configs_root(file.path) == context.configs.absolute()
         found += pair_findings(file, partner, context.rules, context.max_tokens, twice=twice, installed=installed)
     found += _related_keys(files)
+    context.tell_waiting()
     for one in asked:
         found += use_findings(one.file, one.key, one.launch, one.answer.result(), one.device)
     found += _assumptions(asked, context)

@@ -130,6 +130,11 @@ class Resources:
         """Variants that were compiled rather than found in the cache."""
         return self._pool.compiled if self._pool is not None else 0
 
+    @property
+    def waiting(self) -> int:
+        """Variants that are waiting or being compiled."""
+        return self._pool.pending if self._pool is not None else 0
+
     def compiles(self, dtype: str) -> bool:
         """Whether a launch of this dtype is compiled rather than bounded by the formula."""
         return self._tree is not None and dtype in COMPILED_DTYPES

@@ -167,6 +167,7 @@ def _with_resources(
         [(launch, context.resources.ask(launch, server.device)) for launch in _launches(server.problem, span)]
         for span in spans
     ]
+    context.tell_waiting()
     found: list[Finding] = []
     done: list[Span] = []
     for span, pending in zip(spans, asked, strict=True):

@@ -104,6 +104,10 @@ def _check(options: CheckOptions) -> int:
     return 1 if report.count(Level.ERROR) else 0
 
 
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _given(value: object) -> bool:
     return value is not None and value is not False
 
@@ -111,7 +115,9 @@ def _given(value: object) -> bool:
 def _report(options: CheckOptions, tree: SGLangTree | None, resources: Resources, *, numbers: bool) -> Report:
     rules = rules_of(tree)
     device = find_device(options.device) if options.device is not None else None
-    context = Context(device, options.max_tokens, rules, resources, tree.configs_dir if tree is not None else None)
+    context = Context(
+        device, options.max_tokens, rules, resources, tree.configs_dir if tree is not None else None, _tell
+    )
     if numbers:
         assert tree is not None
         return check_server(_server(options, tree), replace(context, device=None))
