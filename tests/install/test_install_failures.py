@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from made_pairs import Maker, picture, rows
 import sm120tune
 from sm120tune.errors import UserError
 from sm120tune.install import InstallOptions, PickupError, find_pairs, find_place, install, uninstall
+from sm120tune.install.manifest import MANIFEST
 from sm120tune.install.place import locked
 from sm120tune.upstream.locate import find_sglang
 
@@ -88,7 +90,7 @@ def test_whatever_fails_midway_is_undone(replacing: Maker, error: Exception, mon
 
 def test_a_killed_install_or_uninstall_can_be_finished(replacing: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     site, base = replacing.site, replacing.place.base
-    before = picture(site)
+    before, configs = picture(site), picture(base / "configs")
 
     def killed(number: int, action: Callable[[], object]) -> bool:
         child = os.fork()
@@ -108,6 +110,9 @@ def test_a_killed_install_or_uninstall_can_be_finished(replacing: Maker, monkeyp
         if not killed(number, lambda: replacing.install(replacing.output)):
             break
         numbers += 1
+        if not (base / MANIFEST).exists():
+            # What SGLang reads is touched only once there is something that explains it.
+            assert picture(base / "configs") == configs
         if number % 2:
             uninstall(base, None)
         replacing.install(replacing.output)
@@ -134,6 +139,21 @@ def test_without_the_proof_everything_is_put_back(replacing: Maker) -> None:
         with pytest.raises(PickupError, match=word):
             replacing.install(replacing.output)
         assert picture(replacing.site) == before
+
+
+def test_the_same_rows_from_another_folder_are_no_proof(replacing: Maker, tmp_path: Path) -> None:
+    written = replacing.write(rows(1, 4))
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(replacing.output / "measured" / "configs", elsewhere / "configs")
+    file = find_sglang(replacing.site).config_file
+    text = file.read_text()
+    own = "os.path.dirname(os.path.realpath(__file__))"
+    assert own in text
+    file.write_text(text.replace(own, repr(str(elsewhere))))
+    before = picture(replacing.site)
+    with pytest.raises(PickupError, match="elsewhere"):
+        replacing.install(written.up_path)
+    assert picture(replacing.site) == before
 
 
 def test_a_file_where_a_folder_must_be(maker: Maker) -> None:
