@@ -39,10 +39,16 @@ class Between:
         self._ratio: dict[tuple[int, int], float] = {}
 
     def gaps(self) -> list[Gap]:
-        """Return the gaps that a tuned row serves and that the workload's memory covers."""
+        """Return the gaps where other rows than today's serve, as far as the workload's memory reaches.
+
+        Kept rows can be such: a key between two of today's hands M to today's row of another key.
+        """
         largest = max(self._job.batch_sizes)
-        tuned = {m for m, row in self._rows.items() if row.status is RowStatus.TUNED}
-        return [gap for gap in gaps(tuple(self._rows)) if gap.first_above <= largest and {gap.below, gap.above} & tuned]
+        return [gap for gap in gaps(tuple(self._rows)) if gap.first_above <= largest and self._changes(gap)]
+
+    def _changes(self, gap: Gap) -> bool:
+        meeting = ((gap.last_below, gap.below), (gap.first_above, gap.above))
+        return any(self._rows[key].chosen != self._job.today(m).pair for m, key in meeting)
 
     async def check(self, gap: Gap, lane: Timer) -> None:
         """Time both neighbours' rows where they meet, beside today's pair there, and add a key if one loses."""

@@ -9,8 +9,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,19 @@ _early: list[Future[tuple[LocalGPU, ...]]] = []
 
 def ask_early() -> None:
     """Begin to ask for the local GPUs in the background: child and parent both need seconds to import torch."""
-    if not _early:
-        pool = ThreadPoolExecutor(1, thread_name_prefix="local-gpus")
-        _early.append(pool.submit(_ask_now, 60.0))
-        pool.shutdown(wait=False)
+    if _early:
+        return
+    answer: Future[tuple[LocalGPU, ...]] = Future()
+    _early.append(answer)
+
+    def ask() -> None:
+        try:
+            answer.set_result(_ask_now(60.0))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # A daemon: who made a mistake on the command line does not wait for the answer.
+    threading.Thread(target=ask, name="local-gpus", daemon=True).start()
 
 
 def local_gpus(timeout_s: float = 60.0) -> tuple[LocalGPU, ...]:

@@ -21,6 +21,10 @@ DEFAULT_BATCH_SIZES = (
 """SGLang's 18 sizes of M plus the two prefill chunks that its own list stops short of."""
 
 
+_LARGEST = 2**20
+"""No dimension and no batch is larger; beyond it a slip of the hand asks for memory that no machine has."""
+
+
 class Gemm(enum.StrEnum):
     """The two grouped GEMMs of an MoE layer, in launch order."""
 
@@ -83,6 +87,8 @@ class MoEProblem:
         ):  # fmt: skip
             if value < 1:
                 raise UserError(f"{name} must be at least 1, not {value}")
+            if value > _LARGEST:
+                raise UserError(f"{name} {value} is more than any model has ({_LARGEST:,} is the limit)")
         if dtype not in DTYPES:
             raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}")
         if shared_experts < 0:
@@ -181,8 +187,8 @@ def check_batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
         raise UserError("--batch-sizes is empty; give at least one M, for example --batch-sizes 1,64")
     seen: set[int] = set()
     for m in sizes:
-        if m < 1:
-            raise UserError(f"--batch-sizes has {m}; every M must be at least 1")
+        if not 1 <= m <= _LARGEST:
+            raise UserError(f"--batch-sizes has {m}; every M must be at least 1 and at most {_LARGEST:,}")
         if m in seen:
             raise UserError(f"--batch-sizes has {m} twice")
         seen.add(m)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from sm120tune.measure.routing import Routing
 from sm120tune.measure.table import Table
 from sm120tune.measure.workload import activation_bytes, weight_bytes
 from sm120tune.problem import MoEProblem
+from sm120tune.provenance import load
 from sm120tune.search_space import VALUES
+from sm120tune.tiles import Tile
 from sm120tune.upstream import SGLangTree, find_sglang
 from sm120tune.upstream.arguments import launch_flags
 from sm120tune.upstream.lookup import ConfigLookup, Target
@@ -59,6 +62,8 @@ def resolve_card(request: CardRequest) -> Card:
     there, GPUs of different cards, or ``--timer cuda`` without a GPU.
     """
     if request.device_spec is not None:
+        if request.device is not None:
+            raise UserError(f"--device {request.device} and --device-spec name two cards; leave one out")
         if request.timer == "cuda":
             raise UserError("--device-spec describes a card that is not here; --timer cuda cannot time it")
         return Card(load_device_spec(request.device_spec), (), "model")
@@ -148,17 +153,29 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
 def _own_files(tree: SGLangTree, config_dir: Path | None, output: Path, names: Sequence[str]) -> list[Path]:
     """Return the config files that this tool made: they do not count as what SGLang runs today.
 
-    A file is ours when provenance lies beside its tree, or when it is a copy of one in the output folder.
+    A file is ours when provenance with the same rows lies beside its tree, or when it is a copy of one in the output
+    folder.
     """
     base = config_dir if config_dir is not None else tree.configs_dir.parent
     ours: list[Path] = []
     for name in names:
         written = [path.read_bytes() for path in output.glob(f"*/configs/triton_*/{_literal(name)}")]
         for path in (base / "configs").glob(f"triton_*/{_literal(name)}"):
-            recorded = (base / "provenance" / path.parent.name / name).is_file()
-            if recorded or path.read_bytes() in written:
+            record = base / "provenance" / path.parent.name / name
+            if path.read_bytes() in written or (record.is_file() and _recorded(record, path)):
                 ours.append(path)
     return ours
+
+
+def _recorded(record: Path, config: Path) -> bool:
+    """Whether a provenance file has the rows of a config file: a stranger's file may lie beside an old one of ours."""
+    try:
+        rows = {int(m): Tile.from_row(row) for m, row in json.loads(config.read_bytes()).items()}
+        chosen = {row.m: row.chosen for row in load(record).rows}
+    except (UserError, ValueError, TypeError, AttributeError):
+        return False
+    down = config.stem.endswith("_down")
+    return rows == {m: pair.down if down else pair.gate_up for m, pair in chosen.items()}
 
 
 def _literal(name: str) -> str:

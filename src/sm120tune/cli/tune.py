@@ -83,7 +83,13 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 @click.option(
     "--shared-experts", type=int, default=0, help="Shared experts fused into the routed ones: E+1, topk+1 each."
 )
-@click.option("--batch-sizes", default=_DEFAULT_SIZES, callback=_sizes, help="Values of M (tokens) to tune.")
+@click.option(
+    "--batch-sizes",
+    default=_DEFAULT_SIZES,
+    show_default=False,
+    callback=_sizes,
+    help=f"Values of M (tokens) to tune, with commas between.  [default: {_DEFAULT_SIZES.replace(',', ', ')}]",
+)
 @click.option(
     "--device", help="Card by name, blanks or underscores; one that is not here is estimated.  [default: the local GPU]"
 )

@@ -11,6 +11,7 @@ from sm120tune.failures import Failure, FailureKind
 from sm120tune.measure.lane import GemmTime, Offline, TimerName, answered
 from sm120tune.measure.model import MODEL_VERSION, estimate_gemm
 from sm120tune.measure.results import Estimated, GemmRequest, RaceLane, RaceRequest
+from sm120tune.measure.roofline import activation_work
 from sm120tune.measure.routing import Routing
 from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.tiles import Tile
@@ -43,7 +44,8 @@ class ModelLane(Offline):
         return answered(self._estimate(request.gemm, request.tile, request.m))
 
     def race(self, request: RaceRequest) -> Future[list[RaceLane] | Failure]:
-        """Return one sample per pair: the sum of its GEMMs."""
+        """Return one sample per pair: its GEMMs, and the activation at the card's bandwidth."""
+        activation_us = activation_work(self._problem, request.m).bytes / self._device.bandwidth * 1e6
         lanes: list[RaceLane] = []
         for pair in request.pairs:
             times = [
@@ -53,7 +55,8 @@ class ModelLane(Offline):
             failed = [time for time in times if isinstance(time, Failure)]
             if failed:
                 return answered(failed[0])
-            lanes.append(RaceLane(pair, (sum(time.us for time in times if isinstance(time, Estimated)),)))
+            gemms_us = sum(time.us for time in times if isinstance(time, Estimated))
+            lanes.append(RaceLane(pair, (gemms_us + activation_us,)))
         return answered(lanes)
 
     def _estimate(self, gemm: Gemm, tile: Tile, m: int) -> Estimated | Failure:

@@ -73,6 +73,8 @@ def prepare() -> str | Failure:
         timer = _get_timer()
     except torch.cuda.OutOfMemoryError as error:
         return Failure(FailureKind.OUT_OF_MEMORY, str(error).splitlines()[0])
+    except Exception as error:
+        return Failure(FailureKind.LAUNCH_ERROR, f"{type(error).__name__}: {error}".splitlines()[0])
     allocated = torch.cuda.memory_allocated() / 2**30
     bandwidth = _copy_bandwidth(timer.l2_bytes) / 1e12
     return f"{torch.cuda.get_device_name()}, {allocated:.1f} GiB allocated, copies {bandwidth:.2f} TB/s"

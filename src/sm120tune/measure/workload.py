@@ -19,7 +19,8 @@ _MAX_ROTATION = 32
 _MIN_ROTATION_SMALL_M = 8
 _SMALL_M = 64
 _MIN_ROTATION = 2
-_MAX_COPIES = 64
+_MAX_COPIES = 32
+"""More than a rotation's calls would never be touched."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
