@@ -57,6 +57,8 @@ class Job:
     """Values of the tile fields that may be tried; a recorded table covers fewer."""
     table: Table | None = None
     """What answers when the timer is a replay."""
+    _today: dict[int, Today] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was looked up: SGLang's lookup reads its files anew each time, and progress asks after every trial."""
 
     @property
     def limits(self) -> Limits:
@@ -105,7 +107,9 @@ class Job:
 
     def today(self, m: int) -> Today:
         """Return what SGLang would run at M without a new file."""
-        return self.lookup.todays_pair(self.problem, m)
+        if m not in self._today:
+            self._today[m] = self.lookup.todays_pair(self.problem, m)
+        return self._today[m]
 
     def floor(self, m: int) -> tuple[float, Literal["bandwidth", "compute"]]:
         """Return the roofline of the chain at M in µs, and which roof binds."""

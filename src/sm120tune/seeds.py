@@ -19,6 +19,7 @@ class Seeds:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._leaders: dict[int, list[TilePair]] = {}
         self._shipped = ShippedRows(job.tree, job.problem, job.device.file_name)
 
     def at(self, m: int) -> list[TilePair]:
@@ -28,7 +29,7 @@ class Seeds:
         return [
             *([today] if today is not None else []),
             job.lookup.builtin_pair(job.problem, m),
-            *model_leaders(job, m),
+            *self._model_leaders(m),
             *self._shipped.pairs(m),
         ]
 
@@ -36,7 +37,7 @@ class Seeds:
         """Return the model's best time over that of today's pair at M: the smaller, the more there is to win."""
         job = self._job
         today = job.today(m).pair
-        leaders = model_leaders(job, m, count=1)
+        leaders = self._model_leaders(m)
         if today is None or not leaders:
             return 0.0
 
@@ -47,6 +48,12 @@ class Seeds:
             )
 
         return us(leaders[0]) / us(today)
+
+    def _model_leaders(self, m: int) -> list[TilePair]:
+        """Return the model's leaders, ranked once: under a budget both the order of M and the seeds need them."""
+        if m not in self._leaders:
+            self._leaders[m] = model_leaders(self._job, m)
+        return self._leaders[m]
 
 
 def model_leaders(job: Job, m: int, count: int = _MODEL_SEEDS) -> list[TilePair]:
