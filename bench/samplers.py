@@ -45,6 +45,7 @@ from search_quality import evaluate, geomean
 
 from sm120tune.devices import find_device
 from sm120tune.failures import Failure, FailureKind
+from sm120tune.hunt import EXCHANGE_SEEDS, NEIGHBOUR_SEEDS, PASSES
 from sm120tune.job import Settings
 from sm120tune.measure.lane import GemmTime
 from sm120tune.measure.replay import ReplayLane, best_pair
@@ -59,8 +60,8 @@ from sm120tune.seeds import Seeds
 from sm120tune.tiles import TilePair
 
 ASKS_PER_TRIAL = 10
-PASSES = ((0.4, 6), (0.8, 3), (1.0, 3))
-"""Shares of the trials, and how many pairs each neighbour hands over; as in sm120tune.hunt."""
+SHARES = tuple((share, EXCHANGE_SEEDS if number else NEIGHBOUR_SEEDS) for number, share in enumerate(PASSES))
+"""The product's passes: shares of the trials, and how many pairs each neighbour hands over."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def run(task: Task) -> dict[str, Any]:
     it = known(task.table, task.sglang)
     lane = ReplayLane(it.table, task.seed)
     steps: dict[int, Search] = {}
-    for share, count in PASSES if task.seeded else PASSES[-1:]:
+    for share, count in SHARES if task.seeded else SHARES[-1:]:
         for m in it.table.sizes:
             nearest = (max((k for k in steps if k < m), default=None), min((k for k in steps if k > m), default=None))
             pairs = [pair for k in nearest if k is not None for pair in steps[k].board.best_pairs(count)]

@@ -11,7 +11,7 @@ from wheels import CACHE, Trees, sglang_tree
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keep the product's and Triton's caches of this session, and of its child processes, out of the user's."""
+    """Keep the product's and Triton's caches of a test run, and of its child processes, out of the user's."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SM120TUNE_TEST_CACHE", str(CACHE))

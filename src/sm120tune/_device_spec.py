@@ -58,7 +58,7 @@ class DeviceSpec:
         capability = fields.items("capability")
         if len(capability) != 2 or not all(type(part) is int and part >= 0 for part in capability):
             raise ValueError(f"capability must be two integers such as [12, 0], not {capability!r:.60}")
-        counts = {key: fields.integer(key, least=1) for key in _COUNTS}
+        counts = {key: fields.integer(key, least=1) for key in COUNTS}
         spec = cls(
             name=name,
             capability=(capability[0], capability[1]),
@@ -78,7 +78,7 @@ def _positive(fields: Fields, key: str) -> float:
     return value
 
 
-_COUNTS = (
+COUNTS = (
     "sm_count",
     "shared_memory_per_block",
     "shared_memory_per_sm",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sm120tune import _nvidia_smi
-from sm120tune._device_spec import DeviceSpec
+from sm120tune._device_spec import COUNTS, DeviceSpec
 from sm120tune._jsonfile import parse_object, read_object
 from sm120tune.errors import UserError
 
@@ -233,17 +233,7 @@ def _local_spec(raw: Mapping[str, Any]) -> DeviceSpec:
         ) from None
 
 
-_LIMITS = (
-    "name",
-    "capability",
-    "sm_count",
-    "shared_memory_per_block",
-    "shared_memory_per_sm",
-    "registers_per_sm",
-    "max_warps_per_sm",
-    "l2_bytes",
-    "memory_bytes",
-)
+_LIMITS = ("name", "capability", *COUNTS)
 
 
 def _estimated_bandwidth(raw: Mapping[str, Any]) -> tuple[float, str]:

@@ -11,7 +11,7 @@ from typing import Any
 from sm120tune.budget import Budget
 from sm120tune.compiler import CompileSpec, TileFacts
 from sm120tune.compiler.pool import VariantPool
-from sm120tune.compiler.spec import over_limit
+from sm120tune.compiler.spec import within_limits
 from sm120tune.failures import Failure
 from sm120tune.job import Job
 from sm120tune.measure.lane import GemmTime, Timer, read_timing
@@ -30,9 +30,9 @@ _ACTIVE = 3
 """Values of M that one lane searches at a time: while one waits for compilers another is timed."""
 _STOP_FACTOR = 1.5
 """A tile slower than this times the best is timed once."""
-_NEIGHBOUR_SEEDS = 6
-_EXCHANGE_SEEDS = 3
-_PASSES = (0.4, 0.8, 1.0)
+NEIGHBOUR_SEEDS = 6
+EXCHANGE_SEEDS = 3
+PASSES = (0.4, 0.8, 1.0)
 """Shares of the trials after which neighbours' winners are exchanged."""
 _GLANCE = 0.1
 """The share of a budget's first pass."""
@@ -68,7 +68,7 @@ class Hunt:
         sizes: Sequence[int] = self._job.batch_sizes
         if self._budget.limited:
             sizes = sorted(sizes, key=self._seeds.expected_gain)
-        passes = (_GLANCE, *_PASSES) if self._budget.limited else _PASSES
+        passes = (_GLANCE, *PASSES) if self._budget.limited else PASSES
 
         async def last(m: int, lane: Timer) -> None:
             await self._continue(m, lane)
@@ -84,7 +84,7 @@ class Hunt:
                 break
             for m, step in self.steps.items():
                 step.allow(limit)
-                step.add_seeds(self._neighbours(m, _EXCHANGE_SEEDS))
+                step.add_seeds(self._neighbours(m, EXCHANGE_SEEDS))
             work = last if number == len(passes) - 1 else self._continue
             await spread(self.by_gain(), lanes, work, cost=self._cost, active=_ACTIVE)
 
@@ -109,7 +109,7 @@ class Hunt:
         self.resumed += step.told
         self._observer.advance(min(step.told, settings.trials))
         today, *others = self._seeds.at(m)
-        step.add_seeds([today, *self._neighbours(m, _NEIGHBOUR_SEEDS), *others])
+        step.add_seeds([today, *self._neighbours(m, NEIGHBOUR_SEEDS), *others])
         self.steps[m] = step
         await self._continue(m, lane)
 
@@ -160,10 +160,7 @@ class Hunt:
     async def _compile(self, spec: CompileSpec) -> TileFacts | Failure:
         future = self._pool.submit(spec)
         self._observer.compiling(self._pool.pending)
-        outcome = await asyncio.wrap_future(future)
-        if isinstance(outcome, Failure):
-            return outcome
-        return over_limit(outcome.shared_bytes, outcome.registers, outcome.num_warps, self._job.limits) or outcome
+        return within_limits(await asyncio.wrap_future(future), self._job.limits)
 
     def _neighbours(self, m: int, count: int) -> list[TilePair]:
         """Return the best pairs of the nearest M on either side that have any."""

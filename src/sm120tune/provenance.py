@@ -16,6 +16,7 @@ from sm120tune._jsonfile import Fields, dump_object, parse_object
 from sm120tune._row_provenance import BOUNDS, TIMERS, RowProvenance, RowStatus, check_word
 from sm120tune.errors import UserError
 from sm120tune.problem import MoEProblem
+from sm120tune.tiles import Tile
 
 __all__ = [
     "BOUNDS",
@@ -63,6 +64,10 @@ class FileProvenance:
         twice = [m for m, count in Counter(row.m for row in self.rows).items() if count > 1]
         if twice:
             raise ValueError(f"rows has M={twice[0]} twice")
+
+    def tiles(self, *, down: bool) -> dict[int, Tile]:
+        """Return the rows that the up or the down file of this ladder has."""
+        return {row.m: row.chosen.down if down else row.chosen.gate_up for row in self.rows}
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object that :meth:`from_json` reads back; rows in ascending order of M."""

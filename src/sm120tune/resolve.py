@@ -171,11 +171,9 @@ def _recorded(record: Path, config: Path) -> bool:
     """Whether a provenance file has the rows of a config file: a stranger's file may lie beside an old one of ours."""
     try:
         rows = {int(m): Tile.from_row(row) for m, row in json.loads(config.read_bytes()).items()}
-        chosen = {row.m: row.chosen for row in load(record).rows}
+        return rows == load(record).tiles(down=config.stem.endswith("_down"))
     except (UserError, ValueError, TypeError, AttributeError):
         return False
-    down = config.stem.endswith("_down")
-    return rows == {m: pair.down if down else pair.gate_up for m, pair in chosen.items()}
 
 
 def _literal(name: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from sm120tune.compiler.pool import VariantPool
-from sm120tune.compiler.spec import over_limit
+from sm120tune.compiler.spec import within_limits
 from sm120tune.failures import Failure
 from sm120tune.job import Job
 from sm120tune.measure.results import What, half_quartile_distance
@@ -76,11 +76,7 @@ def make_row(job: Job, m: int, decision: Decision) -> RowProvenance:
 async def why_not_runnable(job: Job, pool: VariantPool, m: int, pair: TilePair) -> str | None:
     """Return why a binary of the pair's chain cannot run on the card, as ``kind: reason``, or None when all can."""
     for spec in job.chain_specs(m, pair):
-        outcome = await asyncio.wrap_future(pool.submit(spec))
-        if not isinstance(outcome, Failure):
-            over = over_limit(outcome.shared_bytes, outcome.registers, outcome.num_warps, job.limits)
-            if over is None:
-                continue
-            outcome = over
-        return f"{outcome.kind.value}: {outcome.message}"
+        outcome = within_limits(await asyncio.wrap_future(pool.submit(spec)), job.limits)
+        if isinstance(outcome, Failure):
+            return f"{outcome.kind.value}: {outcome.message}"
     return None

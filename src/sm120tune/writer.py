@@ -127,11 +127,10 @@ def _contents(paths: WrittenPair, ladder: Ladder, replace: bool) -> dict[Path, b
         if conflict is not None:
             raise UserError(f"{paths.up_path} is for something else: {conflict}; {_HINT}")
         record = prov.merge(old, record, ladder.superseded)
-    rows = {row.m: row.chosen for row in record.rows}
     text = record.dumps().encode()
     return {
-        paths.up_path: _config({m: pair.gate_up for m, pair in rows.items()}),
-        paths.down_path: _config({m: pair.down for m, pair in rows.items()}),
+        paths.up_path: _config(record.tiles(down=False)),
+        paths.down_path: _config(record.tiles(down=True)),
         paths.provenance_paths[0]: text,
         paths.provenance_paths[1]: text,
     }
@@ -158,11 +157,7 @@ def _existing(paths: WrittenPair) -> FileProvenance | None:
     record, other = (_record(path, content) for path, content in records)
     if record != other:
         raise UserError(f"{records[0][0]} and {records[1][0]} differ; {_HINT}")
-    chosen = {row.m: row.chosen for row in record.rows}
-    for (path, content), tiles in (
-        (up, {m: pair.gate_up for m, pair in chosen.items()}),
-        (down, {m: pair.down for m, pair in chosen.items()}),
-    ):
+    for (path, content), tiles in ((up, record.tiles(down=False)), (down, record.tiles(down=True))):
         try:
             rows = {int(m): Tile.from_row(row) for m, row in parse_object(content.decode()).items()}
         except (ValueError, TypeError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from sm120tune.cli.options import place_options
 from sm120tune.install import (
     Consent,
     Installed,
@@ -43,16 +44,7 @@ class _Options:
 
 @click.command("install")
 @click.argument("files", nargs=-1, required=True, metavar="FILE|FOLDER...", type=click.Path(path_type=Path))
-@click.option(
-    "--sglang",
-    type=click.Path(path_type=Path),
-    help="SGLang checkout, site-packages or package.  [default: the importable one]",
-)
-@click.option(
-    "--config-dir",
-    type=click.Path(path_type=Path),
-    help="Folder for SGLANG_MOE_CONFIG_DIR instead.  [default: SGLang's own tree]",
-)
+@place_options
 @click.option("--fill", is_flag=True, help="Copy SGLang's shipped files into --config-dir too.")
 @click.option("--allow-estimated", is_flag=True, help="Install pairs that were never measured on the card.")
 @click.option("--force", is_flag=True, help="Install for another Triton or kernel source, over edited files too.")

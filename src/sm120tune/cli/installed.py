@@ -7,21 +7,13 @@ from pathlib import Path
 
 import click
 
+from sm120tune.cli.options import place_options
 from sm120tune.errors import UserError
 from sm120tune.install import Listed, Place, find_base, find_place, list_installed
 
 
 @click.command("list")
-@click.option(
-    "--sglang",
-    type=click.Path(path_type=Path),
-    help="SGLang checkout, site-packages or package.  [default: the importable one]",
-)
-@click.option(
-    "--config-dir",
-    type=click.Path(path_type=Path),
-    help="Folder for SGLANG_MOE_CONFIG_DIR instead.  [default: SGLang's own tree]",
-)
+@place_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def list_command(sglang: Path | None, config_dir: Path | None, as_json: bool) -> int:
     """List the installed pairs: measured or estimated, since when, changed or stale."""

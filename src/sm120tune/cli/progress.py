@@ -32,15 +32,39 @@ def make_observer(console: Console, *, quiet: bool) -> Iterator[Observer]:
         yield PlainObserver(console)
 
 
-class PlainObserver:
-    """One line per phase, per decided M, per event, and a standing every ten seconds."""
+class _OnConsole:
+    """What both displays do alike: rows and events are printed, the rest is kept for the next standing."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._pending = 0
+        self._failures: Counter[str] = Counter()
+
+    def compiling(self, pending: int) -> None:
+        """Remember for the next standing."""
+        self._pending = pending
+
+    def failures(self, counts: Counter[str]) -> None:
+        """Remember for the next standing."""
+        self._failures = counts
+
+    def row(self, row: RowProvenance) -> None:
+        """One M is decided."""
+        self._console.print(row_line(row))
+
+    def event(self, text: str) -> None:
+        """Print at once."""
+        self._console.print(text)
+
+
+class PlainObserver(_OnConsole):
+    """One line per phase, per decided M, per event, and a standing every ten seconds."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
         self._next = 0.0
         self._name = ""
-        self._total = self._done = self._pending = 0
-        self._failures: Counter[str] = Counter()
+        self._total = self._done = 0
         self._begin = time.monotonic()
 
     def phase(self, name: str, total: int) -> None:
@@ -65,28 +89,12 @@ class PlainObserver:
             f"{standing_text(standing)}; compiling {self._pending}{_failed(self._failures)}"
         )
 
-    def compiling(self, pending: int) -> None:
-        """Remember for the next line."""
-        self._pending = pending
 
-    def failures(self, counts: Counter[str]) -> None:
-        """Remember for the next line."""
-        self._failures = counts
-
-    def row(self, row: RowProvenance) -> None:
-        """One M is decided."""
-        self._console.print(row_line(row))
-
-    def event(self, text: str) -> None:
-        """Print at once."""
-        self._console.print(text)
-
-
-class LiveObserver:
+class LiveObserver(_OnConsole):
     """A progress bar, one line per GPU and M, and what failed; rows and events scroll above."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        super().__init__(console)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -97,8 +105,6 @@ class LiveObserver:
         )
         self._task = self._bar.add_task("start", total=1)
         self._standings: dict[tuple[str, int], Standing] = {}
-        self._pending = 0
-        self._failures: Counter[str] = Counter()
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> LiveObserver:
@@ -122,22 +128,6 @@ class LiveObserver:
         key = (standing.lane, standing.m)
         self._standings.pop(key, None)
         self._standings[key] = standing
-
-    def compiling(self, pending: int) -> None:
-        """Show how many wait."""
-        self._pending = pending
-
-    def failures(self, counts: Counter[str]) -> None:
-        """Show by kind."""
-        self._failures = counts
-
-    def row(self, row: RowProvenance) -> None:
-        """One M is decided."""
-        self._console.print(row_line(row))
-
-    def event(self, text: str) -> None:
-        """Print above the display."""
-        self._console.print(text)
 
     def _render(self) -> Group:
         table = Table(box=None, pad_edge=False, show_header=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from sm120tune.cli.options import place_options
 from sm120tune.errors import UserError
 from sm120tune.install import Uninstalled, find_base, uninstall
 
@@ -15,16 +16,7 @@ from sm120tune.install import Uninstalled, find_base, uninstall
 @click.command("uninstall")
 @click.argument("files", nargs=-1, metavar="[FILE...]", type=click.Path(path_type=Path))
 @click.option("--all", "everything", is_flag=True, help="Every installed pair, and the files that --fill copied.")
-@click.option(
-    "--sglang",
-    type=click.Path(path_type=Path),
-    help="SGLang checkout, site-packages or package.  [default: the importable one]",
-)
-@click.option(
-    "--config-dir",
-    type=click.Path(path_type=Path),
-    help="Folder for SGLANG_MOE_CONFIG_DIR instead.  [default: SGLang's own tree]",
-)
+@place_options
 @click.option("--force", is_flag=True, help="Also where a file was edited since; the edit is lost.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def uninstall_command(

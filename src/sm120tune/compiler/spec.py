@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from sm120tune.compiler.facts import TileFacts
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.problem import MoEProblem
 from sm120tune.upstream.arguments import Variant
@@ -67,3 +68,10 @@ def over_limit(shared_bytes: int, registers: int, num_warps: int, limits: Limits
     if block_registers > limits.registers_per_sm:
         return Failure(FailureKind.REGISTERS, f"needs {block_registers:,} of {limits.registers_per_sm:,} registers")
     return None
+
+
+def within_limits(outcome: TileFacts | Failure, limits: Limits) -> TileFacts | Failure:
+    """Return a compilation's outcome, or a failure where the binary cannot be launched on a card with these limits."""
+    if isinstance(outcome, Failure):
+        return outcome
+    return over_limit(outcome.shared_bytes, outcome.registers, outcome.num_warps, limits) or outcome
