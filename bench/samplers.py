@@ -45,7 +45,7 @@ from search_quality import evaluate, geomean
 
 from sm120tune.devices import find_device
 from sm120tune.failures import Failure, FailureKind
-from sm120tune.hunt import EXCHANGE_SEEDS, NEIGHBOUR_SEEDS, PASSES
+from sm120tune.hunt import NEIGHBOUR_SEEDS, PASSES
 from sm120tune.job import Settings
 from sm120tune.measure.lane import GemmTime
 from sm120tune.measure.replay import ReplayLane, best_pair
@@ -60,6 +60,8 @@ from sm120tune.seeds import Seeds
 from sm120tune.tiles import TilePair
 
 ASKS_PER_TRIAL = 10
+EXCHANGE_SEEDS = 3
+"""Of each neighbour, counted as trials; the product times its neighbours' winners beside its trials."""
 SHARES = tuple((share, EXCHANGE_SEEDS if number else NEIGHBOUR_SEEDS) for number, share in enumerate(PASSES))
 """The product's passes: shares of the trials, and how many pairs each neighbour hands over."""
 

@@ -1,6 +1,6 @@
 """How close the search comes to an exhaustive table, and what it costs: the product's own runner on replays.
 
-    python bench/search_quality.py bench/tables/*.parquet --trials 48 --seeds 0,1,2
+    python bench/search_quality.py bench/tables/*.parquet --seeds 0,1,2
 
 Regret of an M is the recorded time of the chosen pair (gate_up + down) over the least sum of any pair with one
 BLOCK_SIZE_M. The chosen pair is what the search ranks first by its noisy times. ``halves`` counts the timed GEMMs,
@@ -20,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from sm120tune.cli.tune import DEFAULT_TRIALS
 from sm120tune.devices import find_device
 from sm120tune.job import Settings
 from sm120tune.measure.replay import ReplayLane, ReplayPool, best_pair
@@ -71,7 +72,7 @@ def main() -> int:
     """Print one line per table and seed, and the whole."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", type=Path)
-    parser.add_argument("--trials", type=int, default=48)
+    parser.add_argument("--trials", type=int, default=DEFAULT_TRIALS["replay"])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--sglang", type=Path)
     args = parser.parse_args()

@@ -76,8 +76,8 @@ class Judge:
         kind = parse_routing(routing)
         made = []
         for index in range(count):
-            ids = topk_ids(self.problem, m, kind, seed + index, "cuda")
-            weights = topk_weights(self.problem, m, kind, seed + index, "cuda")
+            ids = torch.from_numpy(topk_ids(self.problem, m, kind, seed + index)).cuda()
+            weights = torch.from_numpy(topk_weights(self.problem, m, kind, seed + index)).cuda()
             made.append(self.topk_output(weights, ids, torch.empty((m, 1), device="cuda")))
         return made
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sm120tune.accuracy import ErrorMeasure
 from sm120tune.compiler import ActivationVariant, CompileSpec, TileFacts
 from sm120tune.devices import DEFAULT_DEVICE_NAME, find_device
 from sm120tune.failures import Failure, FailureKind
@@ -20,7 +21,6 @@ from sm120tune.measure.lane import GemmTime, TimerName
 from sm120tune.measure.results import GemmRequest, Measured, RaceLane, RaceRequest, VerifyRequest, What
 from sm120tune.measure.routing import UNIFORM
 from sm120tune.problem import Gemm, MoEProblem
-from sm120tune.reference import ErrorMeasure
 from sm120tune.resolve import Card, JobRequest, resolve_job
 from sm120tune.search.board import halves
 from sm120tune.search.journal import Journal
@@ -160,6 +160,9 @@ class StubPool:
     def pending(self) -> int:
         """Nothing ever waits."""
         return 0
+
+    def knows(self, spec: CompileSpec) -> bool:
+        return True
 
     def submit(self, spec: CompileSpec) -> Future[TileFacts | Failure]:
         """Answer at once."""

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from sm120tune import reference
+from sm120tune.accuracy import ErrorMeasure, error_bound, is_correct
 from sm120tune.errors import UserError
 from sm120tune.measure.routing import UNIFORM, Routing, topk_ids, topk_weights
 from sm120tune.problem import MoEProblem
-from sm120tune.reference import ErrorMeasure, error_bound, is_correct, measure_error, reference_moe
+from sm120tune.reference import measure_error, reference_moe
 
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -24,8 +25,14 @@ def layer(problem: MoEProblem, m: int, seed: int = 0, dtype: torch.dtype = torch
 
     e, n, hidden = problem.experts, problem.intermediate, problem.hidden
     x = torch.randn(m, hidden, generator=generator).to(dtype)
-    weights = topk_weights(problem, m, UNIFORM, seed)
-    return x, normal(e, 2 * n, hidden), normal(e, hidden, n), weights, topk_ids(problem, m, UNIFORM, seed)
+    weights = torch.from_numpy(topk_weights(problem, m, UNIFORM, seed))
+    return (
+        x,
+        normal(e, 2 * n, hidden),
+        normal(e, hidden, n),
+        weights,
+        torch.from_numpy(topk_ids(problem, m, UNIFORM, seed)),
+    )
 
 
 def dense(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:
@@ -198,7 +205,7 @@ def test_one_wrong_block_of_one_expert_is_found(many: tuple[Layer, torch.Tensor,
 @pytest.mark.parametrize(("experts", "topk"), [(256, 8), (512, 10), (32, 4)])
 def test_any_one_choice_outweighs_the_row_bound(routing: Routing, experts: int, topk: int) -> None:
     problem = MoEProblem(experts=experts, intermediate=8, hidden=8, topk=topk, router_experts=experts)
-    weights = topk_weights(problem, 1000, routing, seed=0)
+    weights = torch.from_numpy(topk_weights(problem, 1000, routing, seed=0))
     least = weights.min(dim=1).values / weights.norm(dim=1)
     # Of 16 rows in a block the worst one decides; half of all tokens are far above the bound.
     assert float(least.median()) > 2 * error_bound("bf16")[1]

@@ -15,8 +15,8 @@ from sm120tune.devices import DEFAULT_DEVICE_NAME, LocalGPU, find_device
 from sm120tune.errors import UserError
 from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
+from sm120tune.measure.memory import activation_bytes, weight_bytes
 from sm120tune.measure.routing import BALANCED, UNIFORM
-from sm120tune.measure.workload import activation_bytes, weight_bytes
 from sm120tune.problem import MoEProblem
 from sm120tune.provenance import FileProvenance, RowProvenance, RowStatus
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job

@@ -11,6 +11,7 @@ import pytest
 import triton
 from synthetic import RIGHT, SMALL, WRONG, StubPool, SyntheticLane, bowl, flat, make_job, open_journal, pair_us
 
+from sm120tune.accuracy import ErrorMeasure
 from sm120tune.compiler import CompileSpec, TileFacts
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
@@ -21,7 +22,6 @@ from sm120tune.measure.routing import UNIFORM
 from sm120tune.observer import Silent
 from sm120tune.problem import DEFAULT_BATCH_SIZES, Gemm, MoEProblem
 from sm120tune.provenance import FileProvenance, RowProvenance, RowStatus
-from sm120tune.reference import ErrorMeasure
 from sm120tune.runner import Runner, RunResult
 from sm120tune.search.board import halves
 from sm120tune.search.race import ESTIMATE_LEAST_M

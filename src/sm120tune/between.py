@@ -10,13 +10,13 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 
+from sm120tune.accuracy import ErrorMeasure, is_correct
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.failures import Failure
 from sm120tune.job import Job
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import RaceRequest, VerifyRequest
 from sm120tune.provenance import RowProvenance, RowStatus
-from sm120tune.reference import ErrorMeasure, is_correct
 from sm120tune.rows import Decision, Samples, make_row, why_not_runnable
 from sm120tune.search.ladder import Gap, fewest_keys, gaps
 from sm120tune.search.race import compare

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
@@ -17,12 +18,13 @@ from sm120tune.job import Job
 from sm120tune.measure.lane import GemmTime, Timer, read_timing
 from sm120tune.measure.results import GemmRequest
 from sm120tune.observer import Observer, Standing
-from sm120tune.search.board import Half, halves
+from sm120tune.problem import Gemm
+from sm120tune.search.board import Half, result_from_json, result_to_json
 from sm120tune.search.journal import Journal
 from sm120tune.search.step import SearchStep, StepSettings
 from sm120tune.seeds import Seeds
 from sm120tune.spread import spread
-from sm120tune.tiles import TilePair
+from sm120tune.tiles import Tile, TilePair
 
 _DEPTH = 8
 """Pairs under way at one M, so that compilers and GPU both have work."""
@@ -31,9 +33,13 @@ _ACTIVE = 3
 _STOP_FACTOR = 1.5
 """A tile slower than this times the best is timed once."""
 NEIGHBOUR_SEEDS = 6
-EXCHANGE_SEEDS = 3
+EXCHANGE_PAIRS = 8
+EXCHANGE_NEIGHBOURS = 4
+"""How many pairs of how many other M are timed at an M between passes; their binaries are there already."""
 PASSES = (0.4, 0.8, 1.0)
-"""Shares of the trials after which neighbours' winners are exchanged."""
+"""Shares of the trials between which neighbours' winners are exchanged."""
+_EXCHANGED = "exchanged"
+"""The journal's name for what was timed without a trial."""
 _GLANCE = 0.1
 """The share of a budget's first pass."""
 
@@ -49,6 +55,8 @@ class Hunt:
         self._budget = budget
         self._seeds = Seeds(job)
         self._inflight: dict[tuple[int, Half], asyncio.Task[None]] = {}
+        self._exchanged: dict[int, list[Any]] = {}
+        """Per M what :meth:`_exchange` timed, as the journal keeps it."""
         self.steps: dict[int, SearchStep] = {}
         self.resumed = 0
         """Pairs taken from the journal."""
@@ -56,7 +64,7 @@ class Hunt:
         """Requests that a lane answered."""
 
     async def run(self, lanes: Sequence[Timer], finish: Callable[[int, Timer], Awaitable[None]]) -> None:
-        """Search in passes, each seeded with what its neighbours found in the one before.
+        """Search in passes, between which every M times what the nearest ones found.
 
         ``finish`` is called for an M as soon as its last pass is over: the GPU has time for it while compilers work
         for the others. Under a budget nothing is finished here, since what is left decides what is worth it.
@@ -70,9 +78,15 @@ class Hunt:
             sizes = sorted(sizes, key=self._seeds.expected_gain)
         passes = (_GLANCE, *PASSES) if self._budget.limited else PASSES
 
-        async def last(m: int, lane: Timer) -> None:
+        async def follow(m: int, lane: Timer) -> None:
+            if not self._budget.search_is_over:
+                await self._exchange(m, lane)
             await self._continue(m, lane)
+
+        async def last(m: int, lane: Timer) -> None:
+            await follow(m, lane)
             if not self._budget.limited:
+                await self._exchange(m, lane)
                 await finish(m, lane)
 
         for number, share in enumerate(passes):
@@ -82,11 +96,13 @@ class Hunt:
                 continue
             if self._budget.search_is_over:
                 break
-            for m, step in self.steps.items():
+            for step in self.steps.values():
                 step.allow(limit)
-                step.add_seeds(self._neighbours(m, EXCHANGE_SEEDS))
-            work = last if number == len(passes) - 1 else self._continue
+            work = last if number == len(passes) - 1 else follow
             await spread(self.by_gain(), lanes, work, cost=self._cost, active=_ACTIVE)
+        if self._budget.limited:
+            # What the time did not suffice to search still gets what the others found.
+            await spread(self.by_gain(), lanes, self._exchange, cost=self._cost, active=_ACTIVE)
 
     def by_gain(self) -> list[int]:
         """Return the M that were begun: in order, or under a budget those with the largest gain first."""
@@ -106,6 +122,7 @@ class Hunt:
         settings = self._job.settings
         step = SearchStep(self._job.space(m), StepSettings(trials=limit, seed=settings.seed + m), [])
         step.resume(self._journal.trials(m), lambda data: read_timing(self._job.timer, data))
+        self._resume_exchanged(step)
         self.resumed += step.told
         self._observer.advance(min(step.told, settings.trials))
         today, *others = self._seeds.at(m)
@@ -128,13 +145,41 @@ class Hunt:
             for task in done:
                 task.result()
 
+    async def _exchange(self, m: int, lane: Timer) -> None:
+        """Time what is best at the nearest M and already compiled: it costs the GPU milliseconds and no compiler."""
+        step = self.steps[m]
+        others = sorted((other for other in self.steps if other != m), key=lambda other: abs(math.log(other / m)))
+        wanted: set[Half] = set()
+        for other in others[:EXCHANGE_NEIGHBOURS]:
+            for pair in self.steps[other].board.best_pairs(EXCHANGE_PAIRS):
+                wanted.update(half for half in step.board.missing(pair) if self._is_free(step, half))
+        if not wanted:
+            return
+        await asyncio.gather(*(self._time_half(step, lane, half) for half in sorted(wanted)))
+        exchanged = self._exchanged.setdefault(m, [])
+        for gemm, tile in sorted(wanted):
+            result = step.board.get((gemm, tile))
+            if result is not None:
+                exchanged.append([gemm.value, tile.to_row(), result_to_json(result)])
+        self._journal.save_note(m, _EXCHANGED, exchanged)
+
+    def _is_free(self, step: SearchStep, half: Half) -> bool:
+        return step.space.allows(half[1]) and self._pool.knows(self._job.spec(self._job.variant(step.m, *half)))
+
+    def _resume_exchanged(self, step: SearchStep) -> None:
+        found = self._exchanged[step.m] = list(self._journal.note(step.m, _EXCHANGED) or [])
+        for gemm, row, result in found:
+            timing = result_from_json(result, lambda data: read_timing(self._job.timer, data))
+            step.board.put((Gemm(gemm), Tile.from_row(row)), timing)
+
+    async def _time_half(self, step: SearchStep, lane: Timer, half: Half) -> None:
+        key = (step.m, half)
+        if key not in self._inflight:
+            self._inflight[key] = _start(self._half(step, lane, half))
+        await self._inflight[key]
+
     async def _trial(self, step: SearchStep, lane: Timer, pair: TilePair) -> None:
-        for half in step.board.missing(pair):
-            key = (step.m, half)
-            if key not in self._inflight:
-                self._inflight[key] = _start(self._half(step, lane, half))
-        waiting = [task for half in halves(pair) if (task := self._inflight.get((step.m, half))) is not None]
-        await asyncio.gather(*waiting)
+        await asyncio.gather(*(self._time_half(step, lane, half) for half in step.board.missing(pair)))
         trial = step.tell(pair)
         self._journal.add(step.m, trial)
         if step.told <= self._job.settings.trials:

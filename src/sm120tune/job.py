@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sm120tune.compiler import ActivationVariant, CompileSpec, Limits
+from sm120tune.compiler.spec import KernelSource
 from sm120tune.devices import DeviceSpec, LocalGPU
 from sm120tune.measure.lane import TimerName
-from sm120tune.measure.launcher import KernelSource
 from sm120tune.measure.model import MODEL_VERSION
 from sm120tune.measure.roofline import chain_work, floor_us
 from sm120tune.measure.routing import Routing

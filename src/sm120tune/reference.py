@@ -1,36 +1,21 @@
-"""A plain torch MoE layer to compare kernels with, and how far from it an output may be."""
+"""A plain torch MoE layer to compare kernels with."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sm120tune.errors import UserError
+from sm120tune.accuracy import ErrorMeasure
 
 _CHUNK_BYTES = 128 * 2**20
 """Per kind of temporary (weights, rows, float64 differences); a handful of them live at once."""
 
-_BOUNDS = {"bf16": (0.01, 0.03), "fp16": (0.002, 0.006)}
-
 _SMALL_ROW = 1e-2
 """A reference row below this share of the rms row is compared with the rms row, not with itself."""
-
-
-@dataclass(frozen=True)
-class ErrorMeasure:
-    """How far an output is from its reference; both errors are infinite where the output is not finite."""
-
-    relative: float
-    """Norm of the difference over norm of the reference."""
-    worst_row: float
-    """The largest such ratio of a single row."""
-    nan_rows: int
-    """Rows of the output that hold a NaN or an infinity."""
 
 
 def reference_moe(
@@ -109,29 +94,6 @@ def measure_error(out: torch.Tensor, ref: torch.Tensor) -> ErrorMeasure:
     rows2 = torch.where(error2 > 0, error2 / scale2, torch.zeros_like(error2))
     total2 = torch.where(error2.sum() > 0, error2.sum() / norm2.sum(), torch.zeros_like(rms2))
     return ErrorMeasure(float(total2.sqrt()), float(rows2.max().sqrt()), 0)
-
-
-def error_bound(dtype: str) -> tuple[float, float]:
-    """Return the largest (relative, worst_row) errors of a right result with operands of ``dtype``.
-
-    Rounding to bf16 (8 significant bits) costs about 0.0017 of a value's rms. Gate, up, their product, the down
-    output and the sum are each rounded once: sqrt(5) * 0.0017 = 0.0038, which is what SGLang's own bf16 kernel was
-    seen at. The overall bound is 2.6 times that. A row holds hundreds of columns, so its error is close to the
-    overall one; the row bound is 8 times it. A wrong or missing choice moves its token's row by at least
-    ``weight / norm of the token's weights``, so the row bound finds any choice that holds 3 % of that norm, where
-    one wrong 16-row block among many thousand rows could hide in the overall one. fp16 has 3 bits more (8 times
-    less rounding); its bounds are 5 times less, since accumulation inside the tensor cores does not shrink along.
-    Raises UserError for another dtype.
-    """
-    if dtype not in _BOUNDS:
-        raise UserError(f"no error bound for dtype {dtype!r}; choose one of {', '.join(_BOUNDS)}")
-    return _BOUNDS[dtype]
-
-
-def is_correct(error: ErrorMeasure, dtype: str) -> bool:
-    """Whether an error is one that rounding alone can explain."""
-    relative, worst_row = error_bound(dtype)
-    return error.nan_rows == 0 and error.relative <= relative and error.worst_row <= worst_row
 
 
 def _check_shapes(

@@ -19,10 +19,10 @@ from sm120tune.devices import (
 from sm120tune.errors import UserError
 from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
+from sm120tune.measure.memory import activation_bytes, weight_bytes
 from sm120tune.measure.replay import table_values
 from sm120tune.measure.routing import Routing
 from sm120tune.measure.table import Table
-from sm120tune.measure.workload import activation_bytes, weight_bytes
 from sm120tune.problem import MoEProblem
 from sm120tune.provenance import load
 from sm120tune.search_space import VALUES

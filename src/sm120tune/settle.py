@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sm120tune.accuracy import ErrorMeasure, is_correct
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import RaceRequest, VerifyRequest
 from sm120tune.provenance import RowProvenance, RowStatus
-from sm120tune.reference import ErrorMeasure, is_correct
 from sm120tune.rows import Decision, make_row, why_not_runnable
 from sm120tune.search.race import (
     ESTIMATE_LEAST_M,

@@ -16,10 +16,10 @@ from sm120tune.errors import UserError
 from sm120tune.job import Job
 from sm120tune.measure.gpu_lane import GpuLane
 from sm120tune.measure.lane import Timer
+from sm120tune.measure.memory import weight_copies
 from sm120tune.measure.model_lane import ModelLane
 from sm120tune.measure.replay import ReplayLane, ReplayPool
 from sm120tune.measure.worker import WorkerSetup
-from sm120tune.measure.workload import weight_copies
 from sm120tune.observer import Observer
 from sm120tune.provenance import FileProvenance
 from sm120tune.runner import Runner, RunResult

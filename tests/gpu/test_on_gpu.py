@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from sm120tune.accuracy import is_correct
 from sm120tune.compiler.cache import CompileCache
-from sm120tune.compiler.spec import ActivationVariant, CompileSpec
+from sm120tune.compiler.spec import ActivationVariant, CompileSpec, KernelSource
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.measure import worker
 from sm120tune.measure.cuda import CudaTimer
 from sm120tune.measure.gpu_lane import GpuLane
-from sm120tune.measure.launcher import KernelSource, Launcher
+from sm120tune.measure.launcher import Launcher
 from sm120tune.measure.results import GemmRequest, Measured, RaceRequest, VerifyRequest
 from sm120tune.measure.routing import UNIFORM, Routing, parse_routing
 from sm120tune.measure.worker import WorkerSetup
 from sm120tune.measure.workload import Workload
 from sm120tune.problem import Gemm, MoEProblem
-from sm120tune.reference import is_correct
 from sm120tune.tiles import Tile, TilePair
 from sm120tune.upstream import find_sglang
 from sm120tune.upstream.source import load_kernels

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from sm120tune.accuracy import is_correct
 from sm120tune.measure.align import Alignment, align
 from sm120tune.measure.routing import parse_routing, topk_ids, topk_weights
 from sm120tune.problem import Gemm, MoEProblem
-from sm120tune.reference import is_correct, measure_error, reference_moe
+from sm120tune.reference import measure_error, reference_moe
 from sm120tune.tiles import Tile
 from sm120tune.upstream.arguments import (
     Argument,
@@ -54,9 +55,13 @@ class Layer:
         self.is_sorted: bool = case.get("sorted", False)
         assert self.up.BLOCK_SIZE_M == self.down.BLOCK_SIZE_M
         routing = parse_routing("uniform")
-        self.weights = topk_weights(problem, self.m, routing, seed=1)
+        self.weights = torch.from_numpy(topk_weights(problem, self.m, routing, seed=1))
         given = case.get("ids")
-        self.ids = torch.tensor(given, dtype=torch.int32) if given else topk_ids(problem, self.m, routing, seed=1)
+        self.ids = (
+            torch.tensor(given, dtype=torch.int32)
+            if given
+            else torch.from_numpy(topk_ids(problem, self.m, routing, seed=1))
+        )
         assert self.ids.shape == (self.m, problem.topk)
         e, n, k = problem.experts, problem.intermediate, problem.hidden
         generator = torch.Generator().manual_seed(7)

@@ -15,8 +15,8 @@ import pytest
 import triton
 from wheels import Trees
 
+from sm120tune.accuracy import error_bound
 from sm120tune.problem import MoEProblem
-from sm120tune.reference import error_bound
 from sm120tune.tiles import Tile
 
 PROGRAM = Path(__file__).with_name("interpreted_moe.py")

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from sm120tune.accuracy import ErrorMeasure
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.measure import worker
 from sm120tune.measure.results import GemmRequest, Measured, RaceLane, RaceRequest, VerifyRequest, What
-from sm120tune.reference import ErrorMeasure
 
 FOLDER = "SM120TUNE_TEST_FOLDER"
 """Environment variable: where the tasks leave marks."""

@@ -14,16 +14,16 @@ import pytest
 import torch
 from gpu_lane_tasks import Do
 
+from sm120tune.accuracy import ErrorMeasure
 from sm120tune.compiler import ActivationVariant, CompileSpec, TileFacts
+from sm120tune.compiler.spec import KernelSource
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.measure import gpu_lane, worker
 from sm120tune.measure.gpu_lane import GpuLane
-from sm120tune.measure.launcher import KernelSource
 from sm120tune.measure.results import GemmRequest, Measured, RaceRequest, VerifyRequest, What
 from sm120tune.measure.routing import UNIFORM
 from sm120tune.measure.worker import WorkerSetup
 from sm120tune.problem import Gemm, MoEProblem
-from sm120tune.reference import ErrorMeasure
 from sm120tune.tiles import Tile, TilePair
 
 PROBLEM = MoEProblem(experts=16, intermediate=256, hidden=512, topk=2, router_experts=16)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from sm120tune.errors import UserError
 from sm120tune.measure.routing import (
@@ -50,7 +49,7 @@ def test_bad_alpha_is_named(text: str) -> None:
 @pytest.mark.parametrize("m", [1, 3, 200])
 def test_ids_are_int32_distinct_and_in_range(problem: MoEProblem, routing: Routing, m: int) -> None:
     ids = topk_ids(problem, m, routing, seed=5)
-    assert ids.dtype == torch.int32
+    assert ids.dtype == np.int32
     assert ids.shape == (m, problem.topk)
     assert int(ids.min()) >= -1
     assert int(ids.max()) < problem.experts
@@ -63,18 +62,18 @@ def test_ids_are_int32_distinct_and_in_range(problem: MoEProblem, routing: Routi
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_same_seed_same_ids_and_other_seed_or_m_others(routing: Routing) -> None:
     first = topk_ids(PLAIN, 50, routing, seed=1)
-    assert torch.equal(first, topk_ids(PLAIN, 50, routing, seed=1))
-    assert not torch.equal(first, topk_ids(PLAIN, 50, routing, seed=2))
-    assert not torch.equal(first, topk_ids(PLAIN, 51, routing, seed=1)[:50])
+    assert np.array_equal(first, topk_ids(PLAIN, 50, routing, seed=1))
+    assert not np.array_equal(first, topk_ids(PLAIN, 50, routing, seed=2))
+    assert not np.array_equal(first, topk_ids(PLAIN, 51, routing, seed=1)[:50])
 
 
 def test_global_generator_is_left_alone() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
+    np.random.seed(3)
+    expected = np.random.rand(4)
+    np.random.seed(3)
     topk_ids(PLAIN, 8, POWER, seed=0)
     topk_weights(PLAIN, 8, POWER, seed=0)
-    assert torch.equal(torch.rand(4), expected)
+    assert np.array_equal(np.random.rand(4), expected)
 
 
 def test_shared_expert_is_the_last_choice_of_every_token() -> None:
@@ -86,7 +85,7 @@ def test_shared_expert_is_the_last_choice_of_every_token() -> None:
 
 def test_expert_parallel_keeps_a_share_and_hides_the_rest() -> None:
     ids = topk_ids(PARALLEL, 2000, UNIFORM, seed=0)
-    assert float((ids >= 0).float().mean()) == pytest.approx(16 / 64, rel=0.05)
+    assert float((ids >= 0).mean()) == pytest.approx(16 / 64, rel=0.05)
     assert set(ids.flatten().tolist()) == {-1, *range(16)}
 
 
@@ -135,12 +134,12 @@ def test_first_choice_follows_the_power_law() -> None:
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_weights_are_positive_and_sum_to_one_over_the_router(problem: MoEProblem, routing: Routing) -> None:
     weights = topk_weights(problem, 33, routing, seed=4)
-    assert weights.dtype == torch.float32
+    assert weights.dtype == np.float32
     assert weights.shape == (33, problem.topk)
     assert float(weights.min()) > 0
-    torch.testing.assert_close(weights[:, : problem.routed_topk].sum(dim=1), torch.ones(33))
+    np.testing.assert_allclose(weights[:, : problem.routed_topk].sum(axis=1), 1, rtol=1e-6)
     assert weights[:, problem.routed_topk :].tolist() == [[1.0] * problem.shared_experts] * 33
-    assert not torch.equal(weights, topk_weights(problem, 33, routing, seed=5))
+    assert not np.array_equal(weights, topk_weights(problem, 33, routing, seed=5))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sm120tune.accuracy import is_correct
 from sm120tune.devices import known_devices
 from sm120tune.measure.align import align
+from sm120tune.measure.memory import COLD_FACTOR, activation_bytes, weight_bytes, weight_copies
 from sm120tune.measure.routing import BALANCED, UNIFORM, parse_routing, topk_ids, topk_weights
-from sm120tune.measure.workload import COLD_FACTOR, Workload, activation_bytes, weight_bytes, weight_copies
+from sm120tune.measure.workload import Workload
 from sm120tune.problem import MoEProblem
-from sm120tune.reference import is_correct, measure_error, reference_moe
+from sm120tune.reference import measure_error, reference_moe
 from sm120tune.search_space import VALUES
 from sm120tune.upstream.arguments import intermediate_rows
 
@@ -182,8 +184,8 @@ def test_fresh_data_is_new_and_unwritten_outputs_show() -> None:
     assert not torch.equal(fresh.hidden_states, hidden)
     assert not torch.equal(fresh.hidden_states, other.hidden_states)
     assert not torch.equal(fresh.route.ids, other.route.ids)
-    assert torch.equal(fresh.route.ids, topk_ids(SMALL, MAX_M, UNIFORM, 11))
-    assert torch.equal(fresh.route.weights, topk_weights(SMALL, MAX_M, UNIFORM, 11))
+    assert torch.equal(fresh.route.ids, torch.from_numpy(topk_ids(SMALL, MAX_M, UNIFORM, 11)))
+    assert torch.equal(fresh.route.weights, torch.from_numpy(topk_weights(SMALL, MAX_M, UNIFORM, 11)))
     # The inputs that are timed stay what they were.
     assert torch.equal(workload.operands(MAX_M, 0, 80).hidden_states, hidden)
 

@@ -25,7 +25,7 @@ from sm120tune.tune import RunOptions, tune
 
 DEFAULT_HIDDEN = 6144
 DEFAULT_TOPK = 8
-DEFAULT_TRIALS = {"cuda": 48, "model": 20, "replay": 48}
+DEFAULT_TRIALS = {"cuda": 36, "model": 20, "replay": 36}
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ class VariantPool(Protocol):
     def pending(self) -> int:
         """Variants that are waiting or being compiled."""
 
+    def knows(self, spec: CompileSpec) -> bool:
+        """Whether the outcome is there already."""
+
     def submit(self, spec: CompileSpec) -> Future[Outcome]:
         """Return a future of the outcome; it never raises, a failure is an outcome."""
 
@@ -76,6 +79,10 @@ class CompilePool:
     def pending(self) -> int:
         """Variants that are waiting or being compiled."""
         return len(self._pending)
+
+    def knows(self, spec: CompileSpec) -> bool:
+        """Whether the outcome is in the cache."""
+        return self._cache.get(spec) is not None
 
     def submit(self, spec: CompileSpec) -> Future[Outcome]:
         """Return a future of the outcome; it never raises, a failure is an outcome.

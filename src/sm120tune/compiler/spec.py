@@ -60,6 +60,18 @@ class CompileSpec:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class KernelSource:
+    """Which kernels to launch: the picklable part of a compile request that all variants share."""
+
+    template: CompileSpec
+    """Any spec of this problem; its variant is replaced."""
+
+    def spec(self, variant: Variant | ActivationVariant) -> CompileSpec:
+        """Return the compile request of one variant."""
+        return dataclasses.replace(self.template, variant=variant)
+
+
 def over_limit(shared_bytes: int, registers: int, num_warps: int, limits: Limits) -> Failure | None:
     """Return why a binary cannot be launched on a card with these limits, or None when it can."""
     if shared_bytes > limits.shared_memory_per_block:

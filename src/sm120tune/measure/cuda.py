@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from sm120tune.accuracy import ErrorMeasure
 from sm120tune.measure.align import Alignment, align
 from sm120tune.measure.launcher import Launcher
 from sm120tune.measure.results import (
@@ -24,7 +25,7 @@ from sm120tune.measure.results import (
 from sm120tune.measure.roofline import chain_work, gemm_work
 from sm120tune.measure.workload import Operands, Workload
 from sm120tune.problem import Gemm
-from sm120tune.reference import ErrorMeasure, measure_error, reference_moe
+from sm120tune.reference import measure_error, reference_moe
 
 _MIN_REPEATS = 5
 _MAX_REPEATS = 15

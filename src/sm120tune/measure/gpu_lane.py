@@ -12,13 +12,13 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from sm120tune._interrupt import started_without_interrupts
+from sm120tune.accuracy import ErrorMeasure
 from sm120tune.compiler import TileFacts
 from sm120tune.errors import UserError
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.measure import worker
 from sm120tune.measure.lane import GemmTime, TimerName
 from sm120tune.measure.results import GemmRequest, RaceLane, RaceRequest, VerifyRequest
-from sm120tune.reference import ErrorMeasure
 
 CANDIDATE_TIMEOUT_S = 60.0
 """One request's limit; it also has to cover the start of a replacement worker."""

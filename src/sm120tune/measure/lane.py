@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeVar
 
+from sm120tune.accuracy import ErrorMeasure
 from sm120tune.compiler import TileFacts
 from sm120tune.failures import Failure
 from sm120tune.measure.results import Estimated, GemmRequest, Measured, RaceLane, RaceRequest, VerifyRequest
-from sm120tune.reference import ErrorMeasure
 
 TimerName = Literal["cuda", "model", "replay"]
 GemmTime = Measured | Estimated

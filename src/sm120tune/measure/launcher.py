@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sm120tune.compiler.build import arguments_of, build
-from sm120tune.compiler.spec import ActivationVariant, CompileSpec
+from sm120tune.compiler.spec import ActivationVariant, KernelSource
 from sm120tune.measure.align import Alignment
 from sm120tune.measure.workload import Operands
 from sm120tune.problem import Gemm, MoEProblem
@@ -20,19 +19,6 @@ from sm120tune.upstream.locate import find_sglang
 from sm120tune.upstream.source import load_kernels
 
 _LOADED_MAX = 256
-
-
-@dataclass(frozen=True)
-class KernelSource:
-    """Which kernels to launch: the picklable part of a compile request that all variants share."""
-
-    template: CompileSpec
-    """Any spec of this problem; its variant is replaced."""
-
-    def spec(self, variant: Variant | ActivationVariant) -> CompileSpec:
-        """Return the compile request of one variant."""
-        base = self.template
-        return CompileSpec(base.package, base.source_hash, base.triton_version, base.arch, base.problem, variant)
 
 
 class Launcher:

@@ -96,6 +96,11 @@ class ReplayPool:
         """Nothing ever waits."""
         return 0
 
+    def knows(self, spec: CompileSpec) -> bool:
+        """Whether the table has the tile."""
+        variant = spec.variant
+        return isinstance(variant, ActivationVariant) or (variant.gemm, variant.tile) in self._outcomes
+
     def submit(self, spec: CompileSpec) -> Future[TileFacts | Failure]:
         """Return the recorded outcome; an activation always compiles."""
         variant = spec.variant

@@ -13,7 +13,6 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sm120tune.errors import UserError
 from sm120tune.problem import MoEProblem
@@ -64,25 +63,24 @@ def parse_routing(text: str) -> Routing:
     return Routing("power", alpha)
 
 
-def topk_ids(
-    problem: MoEProblem, m: int, routing: Routing, seed: int, device: torch.device | str = "cpu"
-) -> torch.Tensor:
+Ids = npt.NDArray[np.int32]
+Weights = npt.NDArray[np.float32]
+
+
+def topk_ids(problem: MoEProblem, m: int, routing: Routing, seed: int) -> Ids:
     """Return the local expert ids that M tokens chose: int32 ``[M, topk]``, -1 for an expert of another rank.
 
     A token's ids are distinct. The last ``shared_experts`` columns are the fused shared experts, the same for every
-    token. The same (problem, M, routing, seed) gives the same ids on every device. Raises UserError for M < 1 or
-    a token that must choose more experts than there are.
+    token. The same (problem, M, routing, seed) always gives the same ids. Raises UserError for M < 1 or a token that
+    must choose more experts than there are.
     """
     chosen, _ = _route(problem, m, routing, seed)
     local = _local_experts(problem)
-    ids = torch.where(chosen < local, chosen, -1)
-    shared = torch.arange(local, local + problem.shared_experts).expand(m, -1)
-    return torch.cat([ids, shared], dim=1).to(torch.int32).to(device)
+    shared = np.broadcast_to(np.arange(local, local + problem.shared_experts), (m, problem.shared_experts))
+    return np.concatenate([np.where(chosen < local, chosen, -1), shared], axis=1).astype(np.int32)
 
 
-def topk_weights(
-    problem: MoEProblem, m: int, routing: Routing, seed: int, device: torch.device | str = "cpu"
-) -> torch.Tensor:
+def topk_weights(problem: MoEProblem, m: int, routing: Routing, seed: int) -> Weights:
     """Return the weights that belong to :func:`topk_ids`: positive, float32 ``[M, topk]``.
 
     A softmax over the token's routed choices, so those sum to 1 (other ranks' choices included); a shared expert
@@ -90,15 +88,17 @@ def topk_weights(
     """
     _, logits = _route(problem, m, routing, seed)
     # Temperature 2: a choice whose weight is next to nothing would hide an error in its rows from verification.
-    routed = torch.softmax(logits / 2, dim=1)
-    return torch.cat([routed, torch.ones(m, problem.shared_experts)], dim=1).to(device)
+    routed = np.exp((logits - logits.max(axis=1, keepdims=True)) / 2)
+    routed /= routed.sum(axis=1, keepdims=True)
+    shared = np.ones((m, problem.shared_experts), dtype=np.float32)
+    return np.concatenate([routed, shared], axis=1, dtype=np.float32)
 
 
 @functools.lru_cache(maxsize=256)
 def tokens_per_expert(problem: MoEProblem, m: int, routing: Routing, seed: int = 0) -> npt.NDArray[np.int64]:
     """Return how many routed rows each local expert gets: int64 ``[E]``, cached and read-only."""
-    ids = topk_ids(problem, m, routing, seed).flatten()
-    counts = torch.bincount(ids[ids >= 0], minlength=problem.experts).numpy().astype(np.int64)
+    ids = topk_ids(problem, m, routing, seed)
+    counts = np.bincount(ids[ids >= 0], minlength=problem.experts).astype(np.int64)
     counts.setflags(write=False)
     return counts
 
@@ -112,7 +112,7 @@ def expected_touched_experts(problem: MoEProblem, m: int, routing: Routing) -> f
     """
     local, router, topk = _local_experts(problem), problem.router_experts, problem.routed_topk
     if routing.kind == "balanced":
-        order = _balanced_order(problem, torch.Generator().manual_seed(0))
+        order = _balanced_order(problem, np.random.default_rng(0))
         touched = float((order[: topk * m] < local).sum())
     elif routing.kind == "uniform":
         touched = local * (1 - (1 - topk / router) ** m)
@@ -149,13 +149,7 @@ def _inclusion(rates: npt.NDArray[np.float64], topk: int) -> npt.NDArray[np.floa
     return np.asarray(-np.expm1(-rates * high))
 
 
-def _generator(seed: int, stream: int) -> torch.Generator:
-    """Return a CPU generator whose stream does not overlap that of a neighbouring seed or M."""
-    state = np.random.SeedSequence([seed % 2**64, stream]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(state[0]))
-
-
-def _balanced_order(problem: MoEProblem, generator: torch.Generator) -> torch.Tensor:
+def _balanced_order(problem: MoEProblem, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """Return the router's experts in the order in which balanced routing deals them out, int64 ``[R]``.
 
     Local and other ranks' experts are interleaved, local first, so that any stretch of the order holds this GPU's
@@ -163,28 +157,38 @@ def _balanced_order(problem: MoEProblem, generator: torch.Generator) -> torch.Te
     """
     local = _local_experts(problem)
     remote = problem.router_experts - local
-    position = torch.cat([torch.arange(local) / local, (torch.arange(remote) + 0.5) / max(1, remote)])
-    ids = torch.cat([torch.randperm(local, generator=generator), local + torch.randperm(remote, generator=generator)])
-    return ids[torch.argsort(position, stable=True)]
+    position = np.concatenate([np.arange(local) / local, (np.arange(remote) + 0.5) / max(1, remote)])
+    ids = np.concatenate([rng.permutation(local), local + rng.permutation(remote)])
+    return ids[np.argsort(position, kind="stable")]
 
 
-def _route(problem: MoEProblem, m: int, routing: Routing, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the router's choices (int64 ``[M, routed_topk]``, global ids) and their logits (float32)."""
+@functools.lru_cache(maxsize=2)
+def _route(
+    problem: MoEProblem, m: int, routing: Routing, seed: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Return the router's choices (int64 ``[M, routed_topk]``, global ids) and their logits (float32).
+
+    The last two are kept: ids and weights are asked for one after the other.
+    """
     router, topk = problem.router_experts, problem.routed_topk
     if m < 1:
         raise UserError(f"M must be at least 1, not {m}")
     if not 1 <= topk <= router:
         raise UserError(f"a token cannot choose {topk} of {router} experts")
-    generator = _generator(seed, m)
+    rng = np.random.default_rng([seed % 2**64, m])
     if routing.kind == "balanced":
-        order = _balanced_order(problem, generator)
-        slots = torch.arange(m * topk).reshape(m, topk)
-        return order[slots % router], torch.randn(m, topk, generator=generator)
-    # Gumbel top-k: the topk largest of logit + Gumbel noise are topk draws without replacement.
-    noise = torch.empty(m, router).exponential_(generator=generator).log_().neg_()
+        order = _balanced_order(problem, rng)
+        slots = np.arange(m * topk).reshape(m, topk)
+        return order[slots % router], rng.standard_normal((m, topk), dtype=np.float32)
+    # The topk first arrivals of exponential clocks with the popularities as rates are topk draws without
+    # replacement; minus the logarithm of an arrival is the Gumbel noise around the expert's logit.
+    arrivals = rng.standard_exponential((m, router), dtype=np.float32)
     if routing.kind == "power":
         # The popular experts depend on the seed alone: they stay popular from one M to the next.
-        ranks = torch.randperm(router, generator=_generator(seed, 0))
-        noise += torch.from_numpy(np.log(_popularity(router, routing.alpha))).float()[ranks]
-    logits, chosen = torch.topk(noise, topk, dim=1)
-    return chosen, logits
+        ranks = np.random.default_rng([seed % 2**64, 0]).permutation(router)
+        arrivals /= _popularity(router, routing.alpha).astype(np.float32)[ranks]
+    first = np.argpartition(arrivals, topk - 1, axis=1)[:, :topk]
+    times = np.take_along_axis(arrivals, first, axis=1)
+    order = np.argsort(times, axis=1)
+    logits = -np.log(np.maximum(np.take_along_axis(times, order, axis=1), np.finfo(np.float32).tiny))
+    return np.take_along_axis(first, order, axis=1), logits

@@ -20,9 +20,9 @@ from sm120tune.measure.routing import Routing
 from sm120tune.problem import MoEProblem
 
 if TYPE_CHECKING:
+    from sm120tune.accuracy import ErrorMeasure
+    from sm120tune.compiler.spec import KernelSource
     from sm120tune.measure.cuda import CudaTimer
-    from sm120tune.measure.launcher import KernelSource
-    from sm120tune.reference import ErrorMeasure
 
 EXIT_CONTEXT_LOST = 77
 """Exit code of a worker whose CUDA context a candidate destroyed."""

@@ -9,41 +9,15 @@ from typing import Any
 import torch
 
 from sm120tune.measure.align import Alignment, align
+from sm120tune.measure.memory import COLD_FACTOR
 from sm120tune.measure.routing import Routing, topk_ids, topk_weights
 from sm120tune.problem import MoEProblem
-
-COLD_FACTOR = 4
-"""A rotation touches this many times the L2 before it comes back to the same bytes."""
 
 _MAX_ROTATION = 32
 _MIN_ROTATION_SMALL_M = 8
 _SMALL_M = 64
 _MIN_ROTATION = 2
-_MAX_COPIES = 32
-"""More than a rotation's calls would never be touched."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def weight_bytes(problem: MoEProblem) -> int:
-    """Return the bytes of one copy of both weights: ``E * 3 * N * hidden`` elements."""
-    return problem.experts * 3 * problem.intermediate * problem.hidden * problem.element_bytes
-
-
-def activation_bytes(problem: MoEProblem, max_m: int, max_block_m: int = 256) -> int:
-    """Return the bytes of all activations of one call with M tokens, padding for sorted intermediates included."""
-    rows = max_m * problem.topk
-    padded = rows + min(rows, problem.experts + 1) * (max_block_m - 1)
-    per_row = 3 * problem.intermediate
-    elements = max_m * problem.hidden + padded * per_row + rows * problem.hidden
-    return elements * problem.element_bytes
-
-
-def weight_copies(problem: MoEProblem, l2_bytes: int, free_bytes: int, max_m: int) -> int:
-    """Return how many copies of the weights to rotate so that they outsize the L2, memory allowing."""
-    one = weight_bytes(problem)
-    wanted = min(_MAX_COPIES, max(1, math.ceil(COLD_FACTOR * l2_bytes / one)))
-    room = int(0.8 * free_bytes) - activation_bytes(problem, max_m)
-    return max(1, min(wanted, room // one))
 
 
 @dataclass(frozen=True)
@@ -152,8 +126,8 @@ class Workload:
 
     def _make_route(self, m: int, seed: int) -> Route:
         return Route(
-            topk_ids(self.problem, m, self.routing, seed, self.device),
-            topk_weights(self.problem, m, self.routing, seed, self.device),
+            torch.from_numpy(topk_ids(self.problem, m, self.routing, seed)).to(self.device),
+            torch.from_numpy(topk_weights(self.problem, m, self.routing, seed)).to(self.device),
         )
 
     def _random(self, shape: tuple[int, ...], scale: float, generator: torch.Generator) -> torch.Tensor:

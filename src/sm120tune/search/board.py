@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from sm120tune.failures import Failure
@@ -101,3 +101,13 @@ class Board:
 def halves(pair: TilePair) -> tuple[Half, Half]:
     """Return the two GEMMs of a pair."""
     return (Gemm.GATE_UP, pair.gate_up), (Gemm.DOWN, pair.down)
+
+
+def result_to_json(result: Timing | Failure) -> dict[str, Any]:
+    """Return what the journal keeps of a half's result."""
+    return {"failure": result.to_json()} if isinstance(result, Failure) else {"timing": result.to_json()}
+
+
+def result_from_json(data: Mapping[str, Any], read_timing: Callable[[Mapping[str, Any]], Timing]) -> Timing | Failure:
+    """Rebuild a result from :func:`result_to_json`."""
+    return Failure.from_json(data["failure"]) if "failure" in data else read_timing(data["timing"])

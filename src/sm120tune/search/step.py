@@ -9,9 +9,8 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from sm120tune.failures import Failure
 from sm120tune.problem import Gemm
-from sm120tune.search.board import Board, Timing, halves
+from sm120tune.search.board import Board, Timing, halves, result_from_json, result_to_json
 from sm120tune.search_space import Space, distributions, pair_to_params, params_to_pair
 from sm120tune.tiles import Tile, TilePair
 
@@ -105,10 +104,8 @@ class SearchStep:
             if pair not in self._asked:
                 for half in halves(pair):
                     known = trial.user_attrs.get(half[0].value)
-                    if known is not None and "failure" in known:
-                        self.board.put(half, Failure.from_json(known["failure"]))
-                    elif known is not None:
-                        self.board.put(half, read_timing(known["timing"]))
+                    if known is not None:
+                        self.board.put(half, result_from_json(known, read_timing))
                 self._asked.add(pair)
                 self._told += 1
                 self._study.add_trial(trial)
@@ -211,11 +208,5 @@ class SearchStep:
 
 def _half_attrs(board: Board, pair: TilePair) -> dict[str, Any]:
     """Return what the board knows of a pair's halves, for the journal."""
-    attrs: dict[str, Any] = {}
-    for gemm, tile in halves(pair):
-        result = board.get((gemm, tile))
-        if isinstance(result, Failure):
-            attrs[gemm.value] = {"failure": result.to_json()}
-        elif result is not None:
-            attrs[gemm.value] = {"timing": result.to_json()}
-    return attrs
+    results = {half[0].value: board.get(half) for half in halves(pair)}
+    return {name: result_to_json(result) for name, result in results.items() if result is not None}
