@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from sm120tune.errors import UserError
 
-_BOUNDS = {"bf16": (0.01, 0.03), "fp16": (0.002, 0.006)}
+_BOUNDS = {
+    "bf16": (0.01, 0.03),
+    "fp16": (0.002, 0.006),
+    "fp8_w8a8": (0.03, 0.09),
+    "int8_w8a8": (0.02, 0.06),
+    "int8_w8a16": (0.01, 0.03),
+    "int4_w4a16": (0.01, 0.03),
+}
 
 
 @dataclass(frozen=True)

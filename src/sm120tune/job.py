@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sm120tune.compiler import ActivationVariant, CompileSpec, Limits
-from sm120tune.compiler.spec import KernelSource
+from sm120tune.compiler.spec import AnyVariant, KernelSource, QuantizeVariant
 from sm120tune.devices import DeviceSpec, LocalGPU
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.model import MODEL_VERSION
@@ -15,6 +15,7 @@ from sm120tune.measure.roofline import chain_work, floor_us
 from sm120tune.measure.routing import Routing
 from sm120tune.measure.table import Table
 from sm120tune.problem import DEFAULT_BATCH_SIZES, Gemm, MoEProblem
+from sm120tune.quantization import Granularity
 from sm120tune.search_space import SPACE_VERSION, VALUES, Space, SpaceLimits, Values, space_hash
 from sm120tune.tiles import Tile, TilePair
 from sm120tune.upstream import SGLangTree
@@ -75,7 +76,7 @@ class Job:
         """What GPU workers launch from."""
         return KernelSource(self.spec(ActivationVariant(0)))
 
-    def spec(self, variant: Variant | ActivationVariant) -> CompileSpec:
+    def spec(self, variant: AnyVariant) -> CompileSpec:
         """Return the compile request of one variant for this card."""
         return CompileSpec(
             self.tree.package, self.source_hash, self.triton_version, self.device.arch, self.problem, variant
@@ -88,12 +89,17 @@ class Job:
     def chain_specs(self, m: int, pair: TilePair) -> tuple[CompileSpec, ...]:
         """Return the compile requests of everything that a pair's chain launches."""
         sorted_rows = pair.down.USE_TMA
-        variants = (
+        variants: tuple[AnyVariant, ...] = (
             self.variant(m, Gemm.GATE_UP, pair.gate_up, sorted_intermediate=sorted_rows),
             ActivationVariant(pair.block_size_m if sorted_rows else 0, sorted_rows),
             self.variant(m, Gemm.DOWN, pair.down, sorted_intermediate=sorted_rows),
         )
-        return tuple(self.spec(variant) for variant in variants)
+        return tuple(self.spec(variant) for variant in (*variants, *self._quantize()))
+
+    def _quantize(self) -> tuple[QuantizeVariant, ...]:
+        stored = self.problem.quantization
+        own_kernel = stored.operand_bytes == 1 and stored.granularity is not Granularity.TENSOR
+        return (QuantizeVariant(self.problem.intermediate),) if own_kernel else ()
 
     def space(self, m: int) -> Space:
         """Return the candidates at M."""
@@ -114,7 +120,9 @@ class Job:
     def floor(self, m: int) -> tuple[float, Literal["bandwidth", "compute"]]:
         """Return the roofline of the chain at M in µs, and which roof binds."""
         work = chain_work(self.problem, m, self.routing)
-        return floor_us(work, self.device.bandwidth, self.device.bf16_flops)
+        # Tensor cores run 8-bit operands twice as fast.
+        rate = self.device.bf16_flops * (2 if self.problem.quantization.operand_bytes == 1 else 1)
+        return floor_us(work, self.device.bandwidth, rate)
 
     def ladder_keys(self, kept: frozenset[int]) -> tuple[int, ...]:
         """Return every M that the written ladder needs.

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sm120tune.errors import UserError
-
-DTYPES = ("bf16", "fp16")
-"""Activation and weight dtypes that can be tuned today; quantized ones come later."""
+from sm120tune.quantization import Quantization
 
 DEFAULT_BATCH_SIZES = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192, 16384,
@@ -62,9 +60,10 @@ class MoEProblem:
     shared_experts: int = 0
     block_shape: tuple[int, int] | None = None
     per_channel_quant: bool = False
+    zero_points: bool = False
 
     @classmethod
-    def from_parallelism(
+    def from_parallelism(  # noqa: PLR0913 - one keyword for each option of the command line
         cls,
         *,
         experts: int,
@@ -75,6 +74,9 @@ class MoEProblem:
         topk: int,
         dtype: str = "bf16",
         shared_experts: int = 0,
+        block_shape: tuple[int, int] | None = None,
+        per_channel_quant: bool = False,
+        zero_points: bool = False,
     ) -> MoEProblem:
         """Derive E and N as SGLang's server does.
 
@@ -89,8 +91,7 @@ class MoEProblem:
                 raise UserError(f"{name} must be at least 1, not {value}")
             if value > _LARGEST:
                 raise UserError(f"{name} {value} is more than any model has ({_LARGEST:,} is the limit)")
-        if dtype not in DTYPES:
-            raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}")
+        Quantization(dtype, block_shape, per_channel_quant, zero_points)
         if shared_experts < 0:
             raise UserError(f"--shared-experts must be 0 or more, not {shared_experts}")
         if topk > experts:
@@ -118,6 +119,9 @@ class MoEProblem:
             router_experts=experts,
             dtype=dtype,
             shared_experts=shared_experts,
+            block_shape=block_shape,
+            per_channel_quant=per_channel_quant,
+            zero_points=zero_points,
         )
 
     @property
@@ -131,9 +135,14 @@ class MoEProblem:
         return self.router_experts > self.experts - self.shared_experts
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of one weight or activation element."""
-        return 2
+    def quantization(self) -> Quantization:
+        """How weights and activations are stored."""
+        return Quantization(self.dtype, self.block_shape, self.per_channel_quant, self.zero_points)
+
+    @property
+    def key_n(self) -> int:
+        """N in the file name: ``w2.shape[2]``, which for int4 counts bytes of two weights each."""
+        return self.intermediate // 2 if self.dtype == "int4_w4a16" else self.intermediate
 
     def gemm(self, gemm: Gemm) -> GemmShape:
         """Return the shape of one of the two GEMMs."""
@@ -163,6 +172,7 @@ class MoEProblem:
             "shared_experts": self.shared_experts,
             "block_shape": list(self.block_shape) if self.block_shape else None,
             "per_channel_quant": self.per_channel_quant,
+            **({"zero_points": True} if self.zero_points else {}),
         }
 
     @classmethod
@@ -175,7 +185,7 @@ class MoEProblem:
 
     def __str__(self) -> str:
         return (
-            f"E={self.experts} N={self.intermediate} hidden={self.hidden} topk={self.topk} {self.dtype}"
+            f"E={self.experts} N={self.intermediate} hidden={self.hidden} topk={self.topk} {self.quantization}"
             + (f" router={self.router_experts}" if self.expert_parallel else "")
             + (f" shared={self.shared_experts}" if self.shared_experts else "")
         )

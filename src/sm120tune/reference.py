@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,6 +63,41 @@ def reference_moe(
                     x = hidden_states[tokens].to(compute_dtype)
                     inner = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
                     out.index_add_(0, tokens, (inner @ down.T) * flat_weights[chunk, None])
+    return out
+
+
+def reference_quantized_moe(
+    hidden_states: torch.Tensor,
+    w1: Callable[[int], torch.Tensor],
+    w2: Callable[[int], torch.Tensor],
+    requantize: Callable[[torch.Tensor], torch.Tensor],
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Return the output ``[M, hidden]`` in float32 of a layer whose weights are dequantized one expert at a time.
+
+    ``w1(e)`` is float32 ``[2N, hidden]``, ``w2(e)`` ``[hidden, N]``. ``requantize`` gives back the ``[rows, N]``
+    between the GEMMs as the down GEMM sees it: rounded and quantized. The rest is as in :func:`reference_moe`.
+    """
+    (m, hidden), topk = hidden_states.shape, topk_ids.shape[1]
+    out = torch.zeros(m, hidden, dtype=torch.float32, device=hidden_states.device)
+    flat_ids, flat_weights = topk_ids.flatten().long(), topk_weights.flatten().float()
+    order = torch.argsort(flat_ids, stable=True)
+    counts = torch.bincount(flat_ids + 1).tolist()
+    start = counts[0]
+    with _full_precision():
+        for expert, count in enumerate(counts[1:]):
+            rows = order[start : start + count]
+            start += count
+            if not count:
+                continue
+            gate, up = w1(expert).chunk(2)
+            down = w2(expert)
+            for chunk in torch.split(rows, max(1, _CHUNK_BYTES // (4 * (2 * hidden + 4 * down.shape[1])))):
+                tokens = chunk // topk
+                x = hidden_states[tokens].float()
+                inner = requantize(torch.nn.functional.silu(x @ gate.T) * (x @ up.T))
+                out.index_add_(0, tokens, (inner @ down.T) * flat_weights[chunk, None])
     return out
 
 

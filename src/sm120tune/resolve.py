@@ -124,7 +124,7 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
     import triton
 
     tree = find_sglang(request.sglang)
-    kernels = load_kernels(tree)
+    kernels, stored = load_kernels(tree), request.problem.quantization
     triton_version = triton.__version__ if request.table is None else str(request.table.meta["triton"])
     target = Target(card.spec.name, card.spec.shared_memory_per_block, triton_version)
     config_dir = os.environ.get("SGLANG_MOE_CONFIG_DIR")
@@ -138,8 +138,8 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
         gpus=card.gpus,
         tree=tree,
         lookup=lookup,
-        source_hash=kernels.source_hash if request.table is None else request.table.meta["kernel_source_hash"],
-        pdl=launch_flags(kernels.fused_moe, card.spec.arch).pdl,
+        source_hash=kernels.hash_for(stored) if request.table is None else request.table.meta["kernel_source_hash"],
+        pdl=launch_flags(kernels.gemm_kernel(stored), card.spec.arch).pdl,
         triton_version=triton_version,
         batch_sizes=request.batch_sizes,
         routing=request.routing,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from optuna.distributions import CategoricalDistribution
 
 from sm120tune.problem import Gemm, MoEProblem
+from sm120tune.quantization import Granularity, Quantization
 from sm120tune.tiles import Tile, TilePair
 
 SPACE_VERSION = 1
@@ -43,13 +44,16 @@ class SpaceLimits:
     shared_memory_per_block: int
 
 
-def staged_shared_bytes(tile: Tile, element_bytes: int) -> int:
+def staged_shared_bytes(tile: Tile, stored: Quantization) -> int:
     """Return ``(num_stages-1) * (BLOCK_SIZE_M+BLOCK_SIZE_N) * BLOCK_SIZE_K * bytes``: a lower bound of shared memory.
+
+    Each operand with its own bytes; unpacked int4 is not staged as it lies in memory, so only A counts there.
 
     Exact for bf16 on SM120; SM90 keeps one buffer more where it uses wgmma. A tile above the card's limit by this
     formula cannot run on either.
     """
-    per_stage = (tile.BLOCK_SIZE_M + tile.BLOCK_SIZE_N) * tile.BLOCK_SIZE_K * element_bytes
+    of_b = 0 if stored.granularity is Granularity.GROUP else tile.BLOCK_SIZE_N * stored.weight_bits // 8
+    per_stage = (tile.BLOCK_SIZE_M * stored.operand_bytes + of_b) * tile.BLOCK_SIZE_K
     return (tile.num_stages - 1) * per_stage
 
 
@@ -84,12 +88,30 @@ def cut_reason(problem: MoEProblem, m: int, tile: Tile, limits: SpaceLimits, val
     """Return why a tile need not be tried at M, or None: the two cuts, which lose nothing."""
     # Rows that are no multiple of 16 elements are not staged at all, so the formula says nothing there.
     staged = all(problem.gemm(gemm).k % _STAGED_MULTIPLE == 0 for gemm in Gemm)
-    needed = staged_shared_bytes(tile, problem.element_bytes)
+    needed = staged_shared_bytes(tile, problem.quantization)
     if staged and needed > limits.shared_memory_per_block:
         return f"shared memory: {needed:,} of {limits.shared_memory_per_block:,} B"
+    if (wrong := wrong_numbers(problem, tile)) is not None:
+        return wrong
     same = same_program_group(problem, m, tile, values["GROUP_SIZE_M"])
     if same < tile.GROUP_SIZE_M:
         return f"the same program as GROUP_SIZE_M {same}"
+    return None
+
+
+def wrong_numbers(problem: MoEProblem, tile: Tile) -> str | None:
+    """Return why SGLang's kernel would compute wrong numbers with this tile, or None.
+
+    Block-wise quantization loads one scale per K step. The kernel for grouped weights loads B without a mask, so a
+    ragged last step would read the next rows, and past the last expert's.
+    """
+    stored, shape = problem.quantization, problem.block_shape
+    if stored.granularity is Granularity.BLOCK and shape is not None and shape[1] % tile.BLOCK_SIZE_K:
+        return f"BLOCK_SIZE_K {tile.BLOCK_SIZE_K} does not divide the quantization block's {shape[1]}"
+    if stored.granularity is Granularity.GROUP:
+        for gemm in Gemm:
+            if problem.gemm(gemm).k % tile.BLOCK_SIZE_K:
+                return f"BLOCK_SIZE_K {tile.BLOCK_SIZE_K} does not divide {gemm}'s K {problem.gemm(gemm).k}"
     return None
 
 

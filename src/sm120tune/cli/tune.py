@@ -19,7 +19,8 @@ from sm120tune.job import Settings
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.routing import parse_routing
 from sm120tune.measure.table import Table, read_table
-from sm120tune.problem import DEFAULT_BATCH_SIZES, DTYPES, MoEProblem, check_batch_sizes
+from sm120tune.problem import DEFAULT_BATCH_SIZES, MoEProblem, check_batch_sizes
+from sm120tune.quantization import DTYPES
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.tune import RunOptions, tune
 

@@ -13,21 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from sm120tune.compiler.facts import TileFacts, UnreadableBinaryError, read_facts
-from sm120tune.compiler.spec import ActivationVariant, CompileSpec
+from sm120tune.compiler.spec import ActivationVariant, CompileSpec, QuantizeVariant
 from sm120tune.failures import Failure, FailureKind
-from sm120tune.upstream.arguments import (
-    Argument,
-    Constant,
-    Descriptor,
-    Dynamic,
-    Pointer,
-    Scalar,
-    activation_arguments,
-    gemm_arguments,
-    launch_flags,
-)
+from sm120tune.upstream.arguments import activation_arguments, gemm_arguments, launch_flags, quantize_arguments
 from sm120tune.upstream.locate import find_sglang
-from sm120tune.upstream.source import Kernels, load_kernels
+from sm120tune.upstream.scales import quantization_group
+from sm120tune.upstream.source import Kernels, load_kernels, load_quantize
+from sm120tune.upstream.values import Argument, Constant, Descriptor, Dynamic, Pointer, Real, Scalar
 
 _WARP_SIZE = 32
 _ALIGNMENT = 16
@@ -38,10 +30,16 @@ _DAMAGED = (ValueError, KeyError, StopIteration, FileNotFoundError, TypeError, A
 def arguments_of(spec: CompileSpec, kernels: Kernels) -> tuple[Any, dict[str, Argument]]:
     """Return the kernel of a variant and its bound arguments."""
     variant = spec.variant
-    if isinstance(variant, ActivationVariant):
-        kernel = kernels.act_and_mul
-        return kernel, activation_arguments(kernel, spec.problem, variant.block_size_m, variant.sorted_intermediate)
-    return kernels.fused_moe, gemm_arguments(kernels.fused_moe, spec.problem, variant, spec.arch)
+    stored = spec.problem.quantization
+    match variant:
+        case ActivationVariant(block_size_m=block_size_m, sorted_intermediate=is_sorted):
+            kernel = kernels.act_and_mul
+            return kernel, activation_arguments(kernel, spec.problem, block_size_m, is_sorted)
+        case QuantizeVariant(columns=columns):
+            kernel = load_quantize(find_sglang(spec.package))
+            return kernel, quantize_arguments(kernel, stored, columns)
+        case _:
+            return kernels.gemm_kernel(stored), gemm_arguments(kernels, spec.problem, variant, spec.arch)
 
 
 def build(spec: CompileSpec, *, fresh: bool = False) -> Any:
@@ -104,6 +102,8 @@ def ast_source(kernel: Any, arguments: Mapping[str, Argument]) -> Any:
                     hints[(index,)] = divisible
             case Dynamic():
                 signature[name] = "i32"
+            case Real():
+                signature[name] = "fp32"
             case Constant(value=value):
                 signature[name] = "constexpr"
                 constants[name] = value
@@ -114,6 +114,10 @@ def _options(spec: CompileSpec, kernel: Any) -> dict[str, Any]:
     variant = spec.variant
     if isinstance(variant, ActivationVariant):
         return {}
+    if isinstance(variant, QuantizeVariant):
+        group = quantization_group(spec.problem.quantization, variant.columns)
+        # As SGLang chooses them.
+        return {"num_warps": min(max((1 << (group - 1).bit_length()) // 256, 1), 8), "num_stages": 1}
     options: dict[str, Any] = {"num_warps": variant.tile.num_warps, "num_stages": variant.tile.num_stages}
     if launch_flags(kernel, spec.arch).pdl:
         options["launch_pdl"] = True

@@ -25,6 +25,16 @@ class ActivationVariant:
     sorted_intermediate: bool = False
 
 
+@dataclass(frozen=True, order=True)
+class QuantizeVariant:
+    """One binary of SGLang's Triton kernel that quantizes the rows of A."""
+
+    columns: int
+
+
+AnyVariant = Variant | ActivationVariant | QuantizeVariant
+
+
 @dataclass(frozen=True)
 class Limits:
     """What one block may use on the target card."""
@@ -43,7 +53,7 @@ class CompileSpec:
     triton_version: str
     arch: int
     problem: MoEProblem
-    variant: Variant | ActivationVariant
+    variant: AnyVariant
 
     @property
     def key(self) -> str:
@@ -67,7 +77,7 @@ class KernelSource:
     template: CompileSpec
     """Any spec of this problem; its variant is replaced."""
 
-    def spec(self, variant: Variant | ActivationVariant) -> CompileSpec:
+    def spec(self, variant: AnyVariant) -> CompileSpec:
         """Return the compile request of one variant."""
         return dataclasses.replace(self.template, variant=variant)
 

@@ -107,7 +107,7 @@ def _ask_imported(pair: ConfigPair, place: Place, triton_version: str) -> str:
         "module": ".".join(relative.parts),
         "device_name": pair.device_name,
         "triton_version": triton_version,
-        "arguments": [problem.experts, problem.intermediate, config_dtype(problem), *(problem.block_shape or (0, 0))],
+        "arguments": [problem.experts, problem.key_n, config_dtype(problem), *(problem.block_shape or (0, 0))],
         "per_channel_quant": problem.per_channel_quant,
     }
     answer = _run_child(request, place)

@@ -23,9 +23,10 @@ from sm120tune.measure.results import (
     half_quartile_distance,
 )
 from sm120tune.measure.roofline import chain_work, gemm_work
+from sm120tune.measure.stored import compute_dtype, quantize_rows
 from sm120tune.measure.workload import Operands, Workload
 from sm120tune.problem import Gemm
-from sm120tune.reference import measure_error, reference_moe
+from sm120tune.reference import measure_error, reference_moe, reference_quantized_moe
 
 _MIN_REPEATS = 5
 _MAX_REPEATS = 15
@@ -110,10 +111,7 @@ class CudaTimer:
             self.launcher.chain(request.pair, operands, alignment)
             down = operands.down_out.view(request.m, problem.topk, problem.hidden)
             out = torch.cat([part.float().sum(dim=1) for part in down.split(_SUM_CHUNK_ROWS)])
-            expected = reference_moe(
-                operands.hidden_states, operands.w1, operands.w2, operands.route.weights, operands.route.ids
-            )
-            return measure_error(out, expected)
+            return measure_error(out, _expected(operands))
         finally:
             self.workload.refill()
 
@@ -124,6 +122,20 @@ class CudaTimer:
             (self.workload.operands(m, index, rows), self.workload.alignment(m, index, block_size_m))
             for index in range(self.workload.rotation(m, self.l2_bytes, bytes_per_call))
         ]
+
+
+def _expected(operands: Operands) -> torch.Tensor:
+    """Return the layer's output by the reference, with A quantized where SGLang quantizes it."""
+    route, stored = operands.route, operands.w1.stored
+    if not stored.quantized:
+        return reference_moe(operands.hidden.codes, operands.w1.codes, operands.w2.codes, route.weights, route.ids)
+
+    def requantize(inner: torch.Tensor) -> torch.Tensor:
+        return quantize_rows(inner.to(compute_dtype(stored)), stored).values()
+
+    return reference_quantized_moe(
+        operands.hidden.values(), operands.w1.expert, operands.w2.expert, requantize, route.weights, route.ids
+    )
 
 
 def _time_once(launches: Sequence[Callable[[], None]]) -> float:

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 
 from sm120tune.compiler.build import arguments_of, build
-from sm120tune.compiler.spec import ActivationVariant, KernelSource
+from sm120tune.compiler.spec import ActivationVariant, AnyVariant, KernelSource, QuantizeVariant
 from sm120tune.measure.align import Alignment
+from sm120tune.measure.stored import quantize_static
 from sm120tune.measure.workload import Operands
 from sm120tune.problem import Gemm, MoEProblem
+from sm120tune.quantization import Granularity
 from sm120tune.tiles import Tile, TilePair
-from sm120tune.upstream.arguments import Argument, Variant, intermediate_rows, launch_flags, launch_values, variant_for
+from sm120tune.upstream.arguments import intermediate_rows, launch_flags, variant_for
 from sm120tune.upstream.locate import find_sglang
 from sm120tune.upstream.source import load_kernels
+from sm120tune.upstream.values import Argument, launch_values
 
 _LOADED_MAX = 256
 
@@ -28,8 +31,8 @@ class Launcher:
         self._source = source
         self.problem: MoEProblem = source.template.problem
         self._kernels = load_kernels(find_sglang(source.template.package))
-        self._pdl = launch_flags(self._kernels.fused_moe, source.template.arch).pdl
-        self._loaded: OrderedDict[Variant | ActivationVariant, tuple[Any, Mapping[str, Argument]]] = OrderedDict()
+        self._pdl = launch_flags(self._kernels.gemm_kernel(self.problem.quantization), source.template.arch).pdl
+        self._loaded: OrderedDict[AnyVariant, tuple[Any, Mapping[str, Argument]]] = OrderedDict()
 
     def rows(self, m: int, block_size_m: int, sorted_intermediate: bool) -> int:
         """Return the intermediate's rows for M tokens."""
@@ -37,15 +40,19 @@ class Launcher:
 
     def gemm(self, gemm: Gemm, tile: Tile, operands: Operands, alignment: Alignment, *, sorted_rows: bool) -> None:
         """Launch one GEMM on the current stream."""
-        m = operands.hidden_states.shape[0]
+        m = operands.hidden.codes.shape[0]
         variant = variant_for(self.problem, gemm, tile, m=m, sorted_intermediate=sorted_rows, pdl=self._pdl)
         compiled, arguments = self._load(variant)
         up = gemm is Gemm.GATE_UP
         weights = operands.w1 if up else operands.w2
+        a = operands.hidden if up else operands.down_in
         padded = alignment.sorted_token_ids.shape[0]
         dynamic = {
-            "a_ptr": operands.hidden_states if up else operands.activated,
-            "b_ptr": weights,
+            "a_ptr": a.codes,
+            "a_scale_ptr": a.scales,
+            "b_ptr": weights.codes,
+            "b_scale_ptr": weights.scales,
+            "b_zp_ptr": weights.zeros,
             "c_ptr": operands.gate_up_out if up else operands.down_out,
             "topk_weights_ptr": operands.route.weights,
             "sorted_token_ids_ptr": alignment.sorted_token_ids,
@@ -55,7 +62,7 @@ class Launcher:
             "num_valid_tokens": operands.route.ids.numel(),
         }
         blocks_m = -(-padded // tile.BLOCK_SIZE_M)
-        blocks_n = -(-weights.shape[1] // tile.BLOCK_SIZE_N)
+        blocks_n = -(-weights.codes.shape[1] // tile.BLOCK_SIZE_N)
         compiled[(blocks_m * blocks_n, 1, 1)](*launch_values(arguments, dynamic, _descriptor))
 
     def activation(self, block_size_m: int, operands: Operands, alignment: Alignment, *, sorted_rows: bool) -> None:
@@ -69,14 +76,30 @@ class Launcher:
         }
         compiled[(operands.activated.shape[0], 1, 1)](*launch_values(arguments, dynamic, _descriptor))
 
+    def quantize(self, operands: Operands) -> None:
+        """Quantize the activated rows for the down GEMM; nothing where A is not quantized."""
+        stored, activated, down_in = self.problem.quantization, operands.activated, operands.down_in
+        if stored.operand_bytes != 1:
+            return
+        assert down_in.scales is not None
+        if stored.granularity is Granularity.TENSOR:
+            # The GEMM is done with gate_up's output, which is twice as wide.
+            scaled = operands.gate_up_out[:, : activated.shape[1]]
+            quantize_static(activated, scaled, down_in.codes, down_in.scales, stored)
+            return
+        compiled, arguments = self._load(QuantizeVariant(activated.shape[1]))
+        dynamic = {"y_ptr": activated, "y_q_ptr": down_in.codes, "y_s_ptr": down_in.scales}
+        compiled[(down_in.scales.numel(), 1, 1)](*launch_values(arguments, dynamic, _descriptor))
+
     def chain(self, pair: TilePair, operands: Operands, alignment: Alignment) -> None:
-        """Launch gate_up, activation and down as SGLang does for this pair."""
+        """Launch gate_up, activation, quantization of its result and down as SGLang does for this pair."""
         sorted_rows = pair.down.USE_TMA
         self.gemm(Gemm.GATE_UP, pair.gate_up, operands, alignment, sorted_rows=sorted_rows)
         self.activation(pair.block_size_m, operands, alignment, sorted_rows=sorted_rows)
+        self.quantize(operands)
         self.gemm(Gemm.DOWN, pair.down, operands, alignment, sorted_rows=sorted_rows)
 
-    def _load(self, variant: Variant | ActivationVariant) -> tuple[Any, Mapping[str, Argument]]:
+    def _load(self, variant: AnyVariant) -> tuple[Any, Mapping[str, Argument]]:
         found = self._loaded.get(variant)
         if found is None:
             spec = self._source.spec(variant)

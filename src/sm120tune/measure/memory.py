@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sm120tune.problem import MoEProblem
+from sm120tune.problem import Gemm, MoEProblem
 
 COLD_FACTOR = 4
 """A rotation touches this many times the L2 before it comes back to the same bytes."""
@@ -14,17 +14,25 @@ _MAX_COPIES = 32
 
 
 def weight_bytes(problem: MoEProblem) -> int:
-    """Return the bytes of one copy of both weights: ``E * 3 * N * hidden`` elements."""
-    return problem.experts * 3 * problem.intermediate * problem.hidden * problem.element_bytes
+    """Return the bytes of one copy of both weights with their scales: ``E * 3 * N * hidden`` elements."""
+    return sum(problem.experts * expert_bytes(problem, gemm) for gemm in Gemm)
+
+
+def expert_bytes(problem: MoEProblem, gemm: Gemm) -> int:
+    """Return the bytes of one expert's weight and scales."""
+    shape, quantization = problem.gemm(gemm), problem.quantization
+    return shape.n * shape.k * quantization.weight_bits // 8 + quantization.scale_bytes(shape.n, shape.k)
 
 
 def activation_bytes(problem: MoEProblem, max_m: int, max_block_m: int = 256) -> int:
     """Return the bytes of all activations of one call with M tokens, padding for sorted intermediates included."""
     rows = max_m * problem.topk
     padded = rows + min(rows, problem.experts + 1) * (max_block_m - 1)
-    per_row = 3 * problem.intermediate
-    elements = max_m * problem.hidden + padded * per_row + rows * problem.hidden
-    return elements * problem.element_bytes
+    outputs = padded * 3 * problem.intermediate + rows * problem.hidden
+    operands = max_m * problem.hidden + (
+        padded * problem.intermediate if problem.quantization.operand_bytes == 1 else 0
+    )
+    return outputs * problem.quantization.output_bytes + operands * problem.quantization.operand_bytes
 
 
 def weight_copies(problem: MoEProblem, l2_bytes: int, free_bytes: int, max_m: int) -> int:

@@ -119,7 +119,7 @@ def estimate_gemm(
 
     Raises UserError for a problem or an M that cannot be routed.
     """
-    facts = facts or guess_facts(tile, problem.element_bytes)
+    facts = facts or guess_facts(tile, problem.quantization.operand_bytes)
     occupancy, limit = blocks_per_sm(tile, device, facts)
     if not occupancy:
         return Estimate(math.inf, limit)
@@ -144,7 +144,7 @@ def estimate_gemm(
     block_us = BLOCK_US + k_steps * (LOAD_LATENCY_US / hidden_by + serial_us)
     spilling = 1 + facts.spill_bytes / _SPILL_BYTES_THAT_DOUBLE
 
-    narrow = tile.BLOCK_SIZE_K * problem.element_bytes < 128
+    narrow = tile.BLOCK_SIZE_K * problem.quantization.operand_bytes < 128
     memory_us = gemm_work(problem, gemm, m, routing).bytes / (device.bandwidth * BANDWIDTH_SHARE) * 1e6
     terms = {
         "bandwidth": memory_us * (NARROW_ROW_PENALTY if narrow else 1.0),

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from sm120tune.measure.memory import expert_bytes
 from sm120tune.measure.routing import Routing, tokens_per_expert
 from sm120tune.problem import Gemm, MoEProblem
 
@@ -33,13 +34,22 @@ def gemm_work(problem: MoEProblem, gemm: Gemm, m: int, routing: Routing, seed: i
     tokens = tokens_per_expert(problem, m, routing, seed)
     touched, local_rows = int(np.count_nonzero(tokens)), int(tokens.sum())
     rows_of_a = min(m, local_rows) if gemm is Gemm.GATE_UP else local_rows
-    elements = touched * shape.n * shape.k + rows_of_a * shape.k + m * problem.topk * shape.n
-    return Work(float(elements * problem.element_bytes), 2.0 * local_rows * shape.n * shape.k)
+    stored = problem.quantization
+    read = touched * expert_bytes(problem, gemm) + rows_of_a * shape.k * stored.operand_bytes
+    written = m * problem.topk * shape.n * stored.output_bytes
+    return Work(float(read + written), 2.0 * local_rows * shape.n * shape.k)
 
 
 def activation_work(problem: MoEProblem, m: int) -> Work:
-    """Return SiLU-and-multiply's traffic: M * topk rows of 2N read and of N written; its flops are not counted."""
-    return Work(float(m * problem.topk * 3 * problem.intermediate * problem.element_bytes), 0.0)
+    """Return SiLU-and-multiply's traffic: M * topk rows of 2N read and of N written; its flops are not counted.
+
+    Where A is quantized, its rows are read once more and written in their own size.
+    """
+    stored = problem.quantization
+    per_column = 3 * stored.output_bytes
+    if stored.operand_bytes == 1:
+        per_column += stored.output_bytes + stored.operand_bytes
+    return Work(float(m * problem.topk * problem.intermediate * per_column), 0.0)
 
 
 def chain_work(problem: MoEProblem, m: int, routing: Routing, seed: int = 0) -> Work:

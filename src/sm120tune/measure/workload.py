@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from sm120tune.measure.align import Alignment, align
 from sm120tune.measure.memory import COLD_FACTOR
 from sm120tune.measure.routing import Routing, topk_ids, topk_weights
+from sm120tune.measure.stored import (
+    Activations,
+    Weights,
+    compute_dtype,
+    empty_activations,
+    quantize_rows,
+    random_weights,
+)
 from sm120tune.problem import MoEProblem
 
 _MAX_ROTATION = 32
 _MIN_ROTATION_SMALL_M = 8
 _SMALL_M = 64
 _MIN_ROTATION = 2
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_QUANTIZE_ROWS = 2**16
+"""At a time, since quantizing makes copies in fp32."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +40,14 @@ class Route:
 class Operands:
     """The tensors of one call: inputs, weights and the three intermediates, cut to this call's rows."""
 
-    hidden_states: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
+    hidden: Activations
+    w1: Weights
+    w2: Weights
     gate_up_out: torch.Tensor
     activated: torch.Tensor
+    """What the activation writes: bf16 or fp16."""
+    down_in: Activations
+    """A of the down GEMM: ``activated`` itself, or where it is quantized to."""
     down_out: torch.Tensor
     route: Route
 
@@ -55,17 +66,21 @@ class Workload:
         self.routing = routing
         self.seed = seed
         self.copies = copies
-        self._dtype = _DTYPES[problem.dtype]
+        self.stored = stored = problem.quantization
+        self._dtype = compute_dtype(stored)
         generator = torch.Generator(device=device).manual_seed(seed)
         e, n, k = problem.experts, problem.intermediate, problem.hidden
-        # Scaled by the reduction length, so that every activation stays near 1 whatever the shape.
-        self._w1 = [self._random((e, 2 * n, k), 1 / math.sqrt(k), generator) for _ in range(copies)]
-        self._w2 = [self._random((e, k, n), 1 / math.sqrt(n), generator) for _ in range(copies)]
+        self._w1 = [random_weights(stored, e, 2 * n, k, generator) for _ in range(copies)]
+        self._w2 = [random_weights(stored, e, k, n, generator) for _ in range(copies)]
         rows = max_m * problem.topk
         padded = rows + min(rows, e + 1) * 255
-        self._hidden = self._random((max_m, k), 1.0, generator)
+        self._hidden = quantize_rows(self._random((max_m, k), generator), stored)
         self._gate_up_out = torch.zeros((padded, 2 * n), dtype=self._dtype, device=device)
-        self._activated = self._random((padded, n), 1.0, generator)
+        self._activated = self._random((padded, n), generator)
+        self._down_in = Activations(self._activated)
+        if stored.operand_bytes == 1:
+            self._down_in = empty_activations(padded, n, stored, device)
+            self._fill_down_in()
         self._down_out = torch.zeros((rows, k), dtype=self._dtype, device=device)
         self._routes: dict[tuple[int, int], Route] = {}
         self._alignments: dict[tuple[int, int, int], Alignment] = {}
@@ -80,11 +95,12 @@ class Workload:
         """Return the tensors of the ``index``-th call of a rotation; ``rows`` is the intermediate's row count."""
         copy = index % self.copies
         return Operands(
-            hidden_states=self._hidden[:m],
+            hidden=self._hidden.first(m),
             w1=self._w1[copy],
             w2=self._w2[copy],
             gate_up_out=self._gate_up_out[:rows],
             activated=self._activated[:rows],
+            down_in=self._down_in.first(rows),
             down_out=self._down_out[: m * self.problem.topk],
             route=self._route(m, index),
         )
@@ -102,21 +118,24 @@ class Workload:
         operands = self.operands(m, 0, rows)
         for output in (operands.gate_up_out, operands.activated, operands.down_out):
             output.fill_(math.nan)
-        return Operands(
-            hidden_states=self._random((m, self.problem.hidden), 1.0, generator),
-            w1=operands.w1,
-            w2=operands.w2,
-            gate_up_out=operands.gate_up_out,
-            activated=operands.activated,
-            down_out=operands.down_out,
-            route=self._make_route(m, seed),
-        )
+        tokens = quantize_rows(self._random((m, self.problem.hidden), generator), self.stored)
+        return replace(operands, hidden=tokens, route=self._make_route(m, seed))
 
     def refill(self) -> None:
         """Replace the NaN that :meth:`fresh` left: down alone is timed on ordinary numbers."""
         self._gate_up_out.zero_()
         generator = torch.Generator(device=self.device).manual_seed(self.seed)
         self._activated.normal_(generator=generator)
+        if self.stored.operand_bytes == 1:
+            self._fill_down_in()
+
+    def _fill_down_in(self) -> None:
+        for begin in range(0, self._activated.shape[0], _QUANTIZE_ROWS):
+            rows = slice(begin, begin + _QUANTIZE_ROWS)
+            made = quantize_rows(self._activated[rows], self.stored)
+            self._down_in.codes[rows] = made.codes
+            if made.scales is not None and self._down_in.scales is not None and made.scales.dim() == 2:
+                self._down_in.scales[rows] = made.scales
 
     def _route(self, m: int, index: int) -> Route:
         key = (m, index)
@@ -130,6 +149,5 @@ class Workload:
             torch.from_numpy(topk_weights(self.problem, m, self.routing, seed)).to(self.device),
         )
 
-    def _random(self, shape: tuple[int, ...], scale: float, generator: torch.Generator) -> torch.Tensor:
-        tensor: Any = torch.empty(shape, dtype=self._dtype, device=self.device)
-        return tensor.normal_(0.0, scale, generator=generator)  # type: ignore[no-any-return]
+    def _random(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self.device).normal_(generator=generator)

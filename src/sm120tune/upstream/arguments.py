@@ -6,16 +6,17 @@ of the loaded kernel is looked up by its name, and one that is neither known nor
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import triton.language as tl
 
 from sm120tune.problem import Gemm, MoEProblem
+from sm120tune.quantization import Granularity, Quantization
 from sm120tune.tiles import Tile
-from sm120tune.upstream.errors import UpstreamError
+from sm120tune.upstream.scales import a_dtype, b_dtype, c_dtype, code_range, quantization_group, scale_arguments
+from sm120tune.upstream.source import Kernels
+from sm120tune.upstream.values import Argument, Constant, Descriptor, Dynamic, Pointer, Real, Scalar, bind
 
 GDC_EARLY_MAX_ROWS = 512
 """SGLang 0.5.23 lets the next kernel start early when A has at most this many rows."""
@@ -24,44 +25,6 @@ ACTIVATION_BLOCK = 512
 """BLOCK_SIZE of SGLang's ``act_and_mul_triton``."""
 
 _PDL_MIN_ARCH = 90
-_TRITON_DTYPE = {"bf16": "bf16", "fp16": "fp16"}
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """A device pointer, 16-byte aligned; ``name`` is what the launcher looks up its tensor by."""
-
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Descriptor:
-    """A TMA tensor descriptor over a tensor with the given block."""
-
-    dtype: str
-    block: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """A runtime integer whose value is known when compiling, so that its divisibility is too."""
-
-    value: int
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    """A runtime integer that changes with M: compiled without a hint so that one binary serves every M."""
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A compile-time constant."""
-
-    value: Any
-
-
-Argument = Pointer | Descriptor | Scalar | Dynamic | Constant
 
 
 @dataclass(frozen=True, order=True)
@@ -111,66 +74,59 @@ def variant_for(
     return Variant(gemm, tile, sorted_intermediate, pdl and rows <= GDC_EARLY_MAX_ROWS)
 
 
-def gemm_arguments(kernel: Any, problem: MoEProblem, variant: Variant, arch: int) -> dict[str, Argument]:
-    """Map every parameter of ``fused_moe_kernel`` to its value for one variant.
+def gemm_arguments(kernels: Kernels, problem: MoEProblem, variant: Variant, arch: int) -> dict[str, Argument]:
+    """Map every parameter of the GEMM's kernel to its value for one variant.
 
     Raises UpstreamError naming a parameter that this version of sm120tune does not know.
     """
-    shape = problem.gemm(variant.gemm)
-    tile = variant.tile
-    dtype = _TRITON_DTYPE[problem.dtype]
+    stored, shape, tile = problem.quantization, problem.gemm(variant.gemm), variant.tile
+    kernel = kernels.gemm_kernel(stored)
+    grouped = stored.granularity is Granularity.GROUP
     down = variant.gemm is Gemm.DOWN
     a_tma = down and tile.USE_TMA
     pdl = launch_flags(kernel, arch).pdl
+    # Packed weights are K bytes' worth of two; SGLang takes even_Ks from the packed width.
+    stored_k = shape.k * stored.weight_bits // 8 if stored.weight_bits < 8 else shape.k
+    a, b = a_dtype(stored), b_dtype(stored)
     known: dict[str, Argument] = {
-        "a_ptr": Pointer(dtype),
-        "a_desc": Descriptor(dtype, (tile.BLOCK_SIZE_M, tile.BLOCK_SIZE_K)) if a_tma else Constant(None),
-        "b_ptr": Pointer(dtype),
-        "b_desc": Descriptor(dtype, (1, tile.BLOCK_SIZE_N, tile.BLOCK_SIZE_K)) if tile.USE_TMA else Constant(None),
+        "a_ptr": Pointer(a),
+        "a_desc": Descriptor(a, (tile.BLOCK_SIZE_M, tile.BLOCK_SIZE_K)) if a_tma else Constant(None),
+        "b_ptr": Pointer(b),
+        "b_desc": Descriptor(b, (1, tile.BLOCK_SIZE_N, tile.BLOCK_SIZE_K)) if tile.USE_TMA else Constant(None),
         "bias_ptr": Constant(None),
-        "c_ptr": Pointer(dtype),
-        "a_scale_ptr": Constant(None),
-        "b_scale_ptr": Constant(None),
+        "c_ptr": Pointer(c_dtype(stored)),
         "topk_weights_ptr": Pointer("fp32"),
         "sorted_token_ids_ptr": Pointer("i32"),
         "expert_ids_ptr": Pointer("i32"),
         "num_tokens_post_padded_ptr": Pointer("i32"),
         "add_mask_ptr": Constant(None),
-        "N": Scalar(shape.n),
-        "K": Scalar(shape.k),
+        "N": Constant(shape.n) if grouped else Scalar(shape.n),
+        "K": Constant(shape.k) if grouped else Scalar(shape.k),
         "EM": Dynamic(),
         "num_valid_tokens": Dynamic(),
         "stride_am": Scalar(shape.k),
         "stride_ak": Scalar(1),
-        "stride_be": Scalar(shape.n * shape.k),
+        "stride_be": Scalar(shape.n * stored_k),
         "stride_bk": Scalar(1),
-        "stride_bn": Scalar(shape.k),
+        "stride_bn": Scalar(stored_k),
         "stride_bias_e": Scalar(0),
         "stride_bias_n": Scalar(0),
         "stride_cm": Scalar(shape.n),
         "stride_cn": Scalar(1),
-        "stride_asm": Scalar(0),
-        "stride_ask": Scalar(0),
-        "stride_bse": Scalar(0),
-        "stride_bsk": Scalar(0),
-        "stride_bsn": Scalar(0),
-        "group_n": Constant(0),
-        "group_k": Constant(0),
+        **scale_arguments(stored, shape),
         "BLOCK_SIZE_M": Constant(tile.BLOCK_SIZE_M),
         "BLOCK_SIZE_N": Constant(tile.BLOCK_SIZE_N),
         "BLOCK_SIZE_K": Constant(tile.BLOCK_SIZE_K),
         "GROUP_SIZE_M": Constant(tile.GROUP_SIZE_M),
         "MUL_ROUTED_WEIGHT": Constant(shape.mul_routed_weight),
         "top_k": Constant(shape.top_k),
-        "compute_type": Constant(tl.bfloat16 if problem.dtype == "bf16" else tl.float16),
-        "use_fp8_w8a8": Constant(False),
-        "use_int8_w8a8": Constant(False),
-        "use_int8_w8a16": Constant(False),
-        "per_channel_quant": Constant(False),
-        "even_Ks": Constant(shape.k % tile.BLOCK_SIZE_K == 0),
+        "compute_type": Constant(tl.float16 if stored.dtype == "fp16" else tl.bfloat16),
+        "even_Ks": Constant(stored_k % tile.BLOCK_SIZE_K == 0),
         "c_sorted": Constant(variant.sorted_intermediate and not down),
         "filter_expert": Constant(problem.expert_parallel),
-        "swap_ab": Constant(False),
+        "swap_ab": Constant(
+            stored.dtype == "fp8_w8a8" and kernels.swaps_ab(arch, tile.BLOCK_SIZE_M, tile.BLOCK_SIZE_N)
+        ),
         "FUSE_ADD_TO_OUTPUT": Constant(False),
         "MASK_OUTPUT": Constant(False),
         "FUSE_SUM_ALL_REDUCE": Constant(False),
@@ -179,14 +135,14 @@ def gemm_arguments(kernel: Any, problem: MoEProblem, variant: Variant, arch: int
         "USE_GDC": Constant(pdl),
         "GDC_EARLY": Constant(pdl and variant.gdc_early),
     }
-    return _bind(kernel, known)
+    return bind(kernel, known)
 
 
 def activation_arguments(
     kernel: Any, problem: MoEProblem, block_size_m: int, sorted_intermediate: bool
 ) -> dict[str, Argument]:
     """Map every parameter of ``act_and_mul_kernel`` to its value; raises UpstreamError like :func:`gemm_arguments`."""
-    dtype = _TRITON_DTYPE[problem.dtype]
+    dtype = c_dtype(problem.quantization)
     known: dict[str, Argument] = {
         "gateup_output": Pointer(dtype),
         "down_input": Pointer(dtype),
@@ -199,40 +155,26 @@ def activation_arguments(
         "HAS_SWIGLU_LIMIT": Constant(False),
         "HAS_EXPERT_FILTER": Constant(problem.expert_parallel or sorted_intermediate),
     }
-    return _bind(kernel, known)
+    return bind(kernel, known)
 
 
-def _bind(kernel: Any, known: Mapping[str, Argument]) -> dict[str, Argument]:
-    parameters = inspect.signature(kernel.fn).parameters
-    bound: dict[str, Argument] = {}
-    for name, parameter in parameters.items():
-        if name in known:
-            bound[name] = known[name]
-        elif parameter.default is not inspect.Parameter.empty:
-            bound[name] = Constant(parameter.default)
-        else:
-            raise UpstreamError(
-                f"SGLang's {kernel.fn.__name__} has a parameter {name!r} that this version of sm120tune does not know; "
-                "update sm120tune or give an older SGLang with --sglang"
-            )
-    return bound
+def quantize_arguments(kernel: Any, stored: Quantization, columns: int) -> dict[str, Argument]:
+    """Map every parameter of SGLang's Triton quantization kernel to its value, for rows of ``columns``.
 
-
-def launch_values(
-    arguments: Mapping[str, Argument], dynamic: Mapping[str, Any], descriptor: Callable[[Any, tuple[int, ...]], Any]
-) -> list[Any]:
-    """Return the positional values of a launch.
-
-    ``dynamic`` holds the tensors by pointer name and the integers that change with M; ``descriptor`` makes a TMA
-    descriptor from the tensor behind ``x_ptr`` for a parameter ``x_desc``.
+    One program quantizes one group of a row: the whole row for channel-wise weights. The smallest absolute value
+    that a scale is made from is SGLang's 1e-10.
     """
-    values: list[Any] = []
-    for name, argument in arguments.items():
-        match argument:
-            case Pointer() | Dynamic():
-                values.append(dynamic[name])
-            case Descriptor(block=block):
-                values.append(descriptor(dynamic[name.replace("_desc", "_ptr")], block))
-            case Scalar(value=value) | Constant(value=value):
-                values.append(value)
-    return values
+    group = quantization_group(stored, columns)
+    low, high = code_range(stored)
+    known: dict[str, Argument] = {
+        "y_ptr": Pointer(c_dtype(stored)),
+        "y_q_ptr": Pointer(a_dtype(stored)),
+        "y_s_ptr": Pointer("fp32"),
+        "y_stride": Scalar(group),
+        "N": Scalar(group),
+        "eps": Real(1e-10),
+        "bit8_min": Real(low),
+        "bit8_max": Real(high),
+        "BLOCK": Constant(1 << (group - 1).bit_length()),
+    }
+    return bind(kernel, known)

@@ -16,6 +16,8 @@ _KERNEL_FOLDERS = (
     "srt/layers/moe/fused_moe_triton",
 )
 _CONFIG_FOLDERS = _KERNEL_FOLDERS[1:]
+_QUANTIZE_FOLDERS = ("kernels/ops/quantization", "srt/layers/quantization")
+_QUANTIZE_NAME = "fp8_kernel.py"
 _KERNEL_NAME = "fused_moe_triton_kernels.py"
 _CONFIG_NAME = "fused_moe_triton_config.py"
 
@@ -37,6 +39,11 @@ class SGLangTree:
         """Folder with the ``triton_X_Y_Z`` folders that the lookup reads by default."""
         # SGLang asks for its own realpath, which differs where an installer made links to its cache.
         return self.config_file.resolve().parent / "configs"
+
+    @property
+    def quantize_file(self) -> Path:
+        """Where SGLang keeps the kernel that quantizes activations; raises UpstreamError where it is not there."""
+        return _first(self.package, _QUANTIZE_FOLDERS, _QUANTIZE_NAME)
 
     @property
     def fused_moe_file(self) -> Path:

@@ -76,7 +76,7 @@ class ConfigLookup:
         """Return the names of the up and the ``_down`` file that the server asks for."""
         name = self._function("get_config_file_name")
         shape = list(problem.block_shape) if problem.block_shape else None
-        args = (problem.experts, problem.intermediate, config_dtype(problem), shape, problem.per_channel_quant)
+        args = (problem.experts, problem.key_n, config_dtype(problem), shape, problem.per_channel_quant)
         return str(name(*args, down_moe=False)), str(name(*args, down_moe=True))
 
     def rows(self, problem: MoEProblem, *, down: bool) -> dict[int, dict[str, Any]] | None:
@@ -89,7 +89,7 @@ class ConfigLookup:
         try:
             rows = self._function("get_moe_configs")(
                 problem.experts,
-                problem.intermediate,
+                problem.key_n,
                 config_dtype(problem),
                 block_n,
                 block_k,
@@ -108,7 +108,7 @@ class ConfigLookup:
         damaged file); rows that would crash a launch are reported in the result.
         """
         up_source, down_source = self._sources(problem)
-        shape = (problem.experts, problem.hidden, problem.intermediate)
+        shape = (problem.experts, problem.hidden, problem.key_n)
         try:
             up, (down, _) = self._function("try_get_optimal_moe_config")(
                 (problem.experts, 2 * problem.intermediate, problem.hidden),

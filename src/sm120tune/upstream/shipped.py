@@ -37,7 +37,7 @@ class ShippedRows:
             if match is None or match["down"] or match["selectors"] != wanted:
                 continue
             distance = abs(math.log2(int(match["E"]) / problem.experts)) if int(match["E"]) else math.inf
-            distance += abs(math.log2(int(match["N"]) / problem.intermediate)) if int(match["N"]) else math.inf
+            distance += abs(math.log2(int(match["N"]) / problem.key_n)) if int(match["N"]) else math.inf
             found.append(_File(path, distance + (0.0 if match["device"] == device_file_name else 0.5)))
         nearest = sorted(found, key=lambda file: (file.distance, file.path.name))[:files]
         self._ladders = [_read(file.path) for file in nearest]
