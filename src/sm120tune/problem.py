@@ -64,7 +64,7 @@ class MoEProblem:
     per_channel_quant: bool = False
 
     @classmethod
-    def from_parallelism(
+    def from_parallelism(  # noqa: PLR0913 - one keyword for each option of the command line
         cls,
         *,
         experts: int,
@@ -75,11 +75,14 @@ class MoEProblem:
         topk: int,
         dtype: str = "bf16",
         shared_experts: int = 0,
+        block_shape: tuple[int, int] | None = None,
+        per_channel_quant: bool = False,
     ) -> MoEProblem:
         """Derive E and N as SGLang's server does.
 
         Plain TP: E = experts + shared, N = inter / tp. Expert parallelism: E = experts / ep,
-        N = inter / (tp / ep). Raises UserError for arithmetic that no server could run.
+        N = inter / (tp / ep). Raises UserError for arithmetic that no server could run, a quantization block that
+        does not divide N among it.
         """
         for name, value in (
             ("--experts", experts), ("--tp", tp), ("--ep", ep), ("--inter", inter), ("--hidden", hidden),
@@ -110,14 +113,19 @@ class MoEProblem:
                 f"--inter {inter} is not divisible by {moe_tp} (tp {tp} / ep {ep}); "
                 "give the whole moe_intermediate_size of the model"
             )
+        intermediate = inter // moe_tp
+        if block_shape is not None:
+            _check_block_shape(block_shape, intermediate, moe_tp, f"--inter {inter} at tp {tp} / ep {ep}")
         return cls(
             experts=experts // ep + shared_experts,
-            intermediate=inter // moe_tp,
+            intermediate=intermediate,
             hidden=hidden,
             topk=topk + shared_experts,
             router_experts=experts,
             dtype=dtype,
             shared_experts=shared_experts,
+            block_shape=block_shape,
+            per_channel_quant=per_channel_quant,
         )
 
     @property
@@ -179,6 +187,22 @@ class MoEProblem:
             + (f" router={self.router_experts}" if self.expert_parallel else "")
             + (f" shared={self.shared_experts}" if self.shared_experts else "")
         )
+
+
+def _check_block_shape(block_shape: tuple[int, int], intermediate: int, moe_tp: int, given: str) -> None:
+    """Raise UserError where SGLang's loader would: a block's scale cannot be split between ranks.
+
+    N must be a multiple of the block's n (a column split of gate and up) and, when there is more than one rank, of
+    its k (a row split of down): ``create_weights`` of fp8.py, blockwise_int8.py and compressed_tensors_w8a8_fp8_moe.py
+    in ``sglang/srt/layers/quantization``, SGLang 0.5.23.
+    """
+    block_n, block_k = block_shape
+    for block, must_divide in ((block_n, True), (block_k, moe_tp > 1)):
+        if must_divide and block and intermediate % block:
+            raise UserError(
+                f"{given} gives N={intermediate}, which is not divisible by {block} of the quantization block "
+                f"[{block_n}, {block_k}]; SGLang refuses to load that, use a smaller tp or a larger ep"
+            )
 
 
 def check_batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

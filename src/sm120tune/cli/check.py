@@ -167,6 +167,10 @@ def _problem(options: CheckOptions) -> MoEProblem:
     dtype = options.dtype or "bf16"
     if dtype not in (*COMPILED_DTYPES, *QUANTIZED):
         raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join((*COMPILED_DTYPES, *QUANTIZED))}")
+    quantized = {"fp8_w8a8", "int8_w8a8"}
+    if dtype not in quantized and (options.block_shape or options.per_channel):
+        given = "--block-shape" if options.block_shape else "--per-channel"
+        raise UserError(f"{given} with --dtype {dtype}: only fp8_w8a8 and int8_w8a8 files have it; drop one of the two")
     problem = MoEProblem.from_parallelism(
         experts=options.experts,
         tp=_or(options.tp, 1),
@@ -175,14 +179,10 @@ def _problem(options: CheckOptions) -> MoEProblem:
         hidden=_or(options.hidden, ASSUMED_HIDDEN),
         topk=_or(options.topk, ASSUMED_TOPK),
         shared_experts=_or(options.shared_experts, 0),
+        block_shape=_block_shape(options.block_shape),
+        per_channel_quant=options.per_channel,
     )
-    quantized = {"fp8_w8a8", "int8_w8a8"}
-    if dtype not in quantized and (options.block_shape or options.per_channel):
-        given = "--block-shape" if options.block_shape else "--per-channel"
-        raise UserError(f"{given} with --dtype {dtype}: only fp8_w8a8 and int8_w8a8 files have it; drop one of the two")
-    return replace(
-        problem, dtype=dtype, block_shape=_block_shape(options.block_shape), per_channel_quant=options.per_channel
-    )
+    return replace(problem, dtype=dtype)
 
 
 def _or(value: int | None, default: int) -> int:
