@@ -111,7 +111,7 @@ class MoEProblem:
         if inter % moe_tp:
             raise UserError(
                 f"--inter {inter} is not divisible by {moe_tp} (tp {tp} / ep {ep}); "
-                "give the whole moe_intermediate_size of the model"
+                "it is the whole moe_intermediate_size of the model, choose a tp that divides it"
             )
         intermediate = inter // moe_tp
         if block_shape is not None:

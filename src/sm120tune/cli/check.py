@@ -20,13 +20,26 @@ from sm120tune.check.resources import COMPILED_DTYPES, Resources
 from sm120tune.check.rules import rules_of
 from sm120tune.check.server import Server, check_server
 from sm120tune.check.view import ServerView
+from sm120tune.cli.model import given_model, model_lines, model_options
 from sm120tune.devices import DeviceSpec, find_device, known_devices
 from sm120tune.errors import UserError
 from sm120tune.problem import MoEProblem
 from sm120tune.resolve import CardRequest, resolve_card
 from sm120tune.upstream import SGLangTree, UpstreamError, find_sglang
 
-_NUMBERS = ("experts", "inter", "hidden", "topk", "tp", "ep", "dtype", "shared_experts", "block_shape", "per_channel")
+_NUMBERS = (
+    "model",
+    "experts",
+    "inter",
+    "hidden",
+    "topk",
+    "tp",
+    "ep",
+    "dtype",
+    "shared_experts",
+    "block_shape",
+    "per_channel",
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,8 @@ class CheckOptions:
     """The options of the command, as click parsed them."""
 
     paths: tuple[Path, ...]
+    model: str | None
+    force: bool
     experts: int | None
     tp: int | None
     ep: int | None
@@ -54,6 +69,7 @@ class CheckOptions:
 
 @click.command("check", context_settings={"show_default": True})
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[FILE|FOLDER]...")
+@model_options
 @click.option("--experts", type=int, help="Routed experts of the model: check what a server of it would run.")
 @click.option("--tp", type=int, help="Tensor parallel size.  [default: 1]")
 @click.option("--ep", type=int, help="Expert parallel size.  [default: 1]")
@@ -126,7 +142,7 @@ def _report(options: CheckOptions, tree: SGLangTree | None, resources: Resources
     assert tree is not None
     if device is None and not options.all_cards:
         raise UserError(
-            "nothing to check: give files, a layer's numbers (--experts, --inter), or --sglang and --device"
+            "nothing to check: give files, a --model, a layer's numbers (--experts, --inter), or --sglang and --device"
         )
     cards = [device] if device is not None else known_devices()
     sources = tree_sources(tree.configs_dir, (card.file_name for card in cards))
@@ -161,6 +177,11 @@ def _server(options: CheckOptions, tree: SGLangTree) -> Server:
 
 
 def _problem(options: CheckOptions) -> MoEProblem:
+    model = given_model(options.model, force=options.force)
+    if model is not None:
+        for line in model_lines(model):
+            _tell(line)
+        return model.problem(tp=_or(options.tp, 1), ep=_or(options.ep, 1))
     if options.experts is None or options.inter is None:
         missing = "--experts" if options.experts is None else "--inter"
         raise UserError(f"missing {missing}; the least is for example: --experts 256 --tp 8 --inter 2048")

@@ -78,16 +78,16 @@ def _format(checkpoint: Checkpoint) -> tuple[ExpertFormat, tuple[str, ...]]:
     plain, notes = _plain_dtype(checkpoint)
     # DeepSeek-V4's configs say it here; SGLang looks into the weights themselves.
     fp4 = str(checkpoint.text.get("expert_dtype", "")).lower() == "fp4"
-    if checkpoint.quantization is None:
-        stored = expert_format(checkpoint.source, {}, plain, fp4_experts=True) if fp4 else ExpertFormat(plain)
-        return stored, notes
-    stored = expert_format(checkpoint.source, checkpoint.quantization, plain, fp4_experts=fp4)
-    left_out = _experts_left_out(checkpoint.quantization)
-    if left_out:
-        stored_notes = (*stored.notes, f"{left_out} is not quantized: such layers ask for the file without dtype")
-    else:
-        stored_notes = stored.notes
-    return stored, stored_notes if stored.dtype != plain else notes + stored_notes
+    quantization = checkpoint.quantization
+    if quantization is None and not fp4:
+        return ExpertFormat(plain), notes
+    stored = expert_format(checkpoint.source, quantization or {}, plain, fp4_experts=fp4)
+    left_out = _experts_left_out(quantization or {})
+    if left_out is not None:
+        notes = (f"{left_out} is not quantized: layers like it ask for the file without dtype",)
+    elif stored.served_elsewhere is not None or stored.dtype != plain:
+        notes = ()
+    return stored, stored.notes + notes
 
 
 def _plain_dtype(checkpoint: Checkpoint) -> tuple[str, tuple[str, ...]]:

@@ -63,13 +63,16 @@ class MoEModel:
         return replace(problem, dtype=self.dtype)
 
     def __str__(self) -> str:
-        plural = "" if self.fused_shared_experts == 1 else "s"
-        quantized = (
-            f" {list(self.block_shape)}" if self.block_shape else " per channel" if self.per_channel_quant else ""
-        )
+        shape = f" {list(self.block_shape)}" if self.block_shape else ""
+        shape += " per channel" if self.per_channel_quant else ""
         return (
-            f"{self.name} ({self.architecture}): {self.experts} experts of {self.inter}, hidden {self.hidden}, "
-            f"topk {self.topk}, {self.dtype}{quantized}"
-            + (f", {self.fused_shared_experts} shared expert{plural} fused" if self.fused_shared_experts else "")
+            f"{self.name} ({self.architecture}), {self.experts} experts of {self.inter}, hidden {self.hidden}, "
+            f"topk {self.topk}, {self.dtype}{shape}"
+            + (f", {self._fused_words()}" if self.fused_shared_experts else "")
             + ("" if self.gated else ", no gate projection")
         )
+
+    def _fused_words(self) -> str:
+        plural = "" if self.fused_shared_experts == 1 else "s"
+        where = "" if self.fused_under_ep else " while ep is 1"
+        return f"{self.fused_shared_experts} shared expert{plural} fused{where}"

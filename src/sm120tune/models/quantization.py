@@ -30,7 +30,7 @@ _ELSEWHERE = {
 
 _CHANNEL_WISE = {"w8a8_fp8": "fp8_w8a8", "w8a8_int8": "int8_w8a8"}
 _INTEGER_BITS = {4: "int4_w4a16", 8: "int8_w8a16"}
-_KNOWN = (
+KNOWN_METHODS = (
     *_ELSEWHERE, *_CHANNEL_WISE, "bitsandbytes", "blockwise_int8", "compressed-tensors", "fp8", "modelopt",
     "modelopt_fp8", "modelopt_mixed", "quark",
 )  # fmt: skip
@@ -70,7 +70,7 @@ def expert_format(source: str, config: Mapping[str, Any], plain: str, *, fp4_exp
     if method == "bitsandbytes":
         return ExpertFormat(plain, notes=("bitsandbytes experts are dequantized before every call of the kernel",))
     raise UserError(
-        f"{source}: quantization method {method or 'without a name'} is unknown; known: {', '.join(_KNOWN)}"
+        f"{source}: quantization method {method or 'without a name'} is unknown; known: {', '.join(KNOWN_METHODS)}"
     )
 
 

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_data import DATA
+
+from sm120tune.errors import UserError
+from sm120tune.models import load_model
+
+
+def config(**fields: Any) -> dict[str, Any]:
+    base = json.loads((DATA / "qwen3_moe.json").read_text())
+    return {key: value for key, value in (base | fields).items() if value != "gone"}
+
+
+def written(folder: Path, **fields: Any) -> str:
+    file = folder / "config.json"
+    file.write_text(json.dumps(config(**fields)))
+    return str(file)
+
+
+def refused(source: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_model(source)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_an_unknown_architecture_names_what_was_looked_for(tmp_path: Path) -> None:
+    message = refused(written(tmp_path, architectures=["TomorrowMoeForCausalLM"]))
+    assert "TomorrowMoeForCausalLM is unknown" in message
+    for field in ("num_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size", "moe_topk"):
+        assert field in message
+    assert "found num_experts=128, moe_intermediate_size=768" in message
+    assert "--experts, --inter, --hidden and --topk" in message
+
+
+def test_an_unknown_architecture_without_any_field(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"architectures": ["TomorrowMoeForCausalLM"]}')
+    assert "found none of them" in refused(str(file))
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("num_experts", "no num_experts or num_local_experts"),
+        ("moe_intermediate_size", "no moe_intermediate_size"),
+        ("hidden_size", "no hidden_size"),
+        ("num_experts_per_tok", "no num_experts_per_tok"),
+    ],
+)
+def test_a_missing_field(tmp_path: Path, field: str, words: str) -> None:
+    """The size of a dense layer is there, and is not taken for an expert's."""
+    assert words in refused(written(tmp_path, **{field: "gone"}))
+    assert words in refused(written(tmp_path, **{field: None}))
+
+
+@pytest.mark.parametrize("value", [0, -1, "128", 12.5, True, [], [128, 0]])
+def test_a_field_that_is_no_number_of_experts(tmp_path: Path, value: Any) -> None:
+    assert "num_experts is " in refused(written(tmp_path, num_experts=value))
+
+
+def test_layers_that_differ(tmp_path: Path) -> None:
+    message = refused(written(tmp_path, moe_intermediate_size=[768, 1536]))
+    assert "moe_intermediate_size differs between layers ([768, 1536])" in message
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": 1', "[]", "3", "\x00", "[" * 100_000])
+def test_damaged_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    message = refused(str(tmp_path))
+    assert str(tmp_path / "config.json") in message
+    assert "JSON" in message
+
+
+def test_no_text_at_all(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00\x80")
+    assert "is no JSON" in refused(str(tmp_path))
+
+
+def test_infinity_as_hugging_face_writes_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config())[:-1] + ', "time_step_limit": [0.0, Infinity]}')
+    assert load_model(str(tmp_path)).experts == 128
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    assert f"{tmp_path} has no config.json" in refused(str(tmp_path))
+
+
+def test_neither_path_nor_preset() -> None:
+    message = refused("GLM-55")
+    assert "--model GLM-55" in message
+    assert "GLM-5," in message
+
+
+@pytest.mark.parametrize("names", ["gone", [], None, "Qwen3MoeForCausalLM", [3]])
+def test_no_architecture(tmp_path: Path, names: Any) -> None:
+    assert "names no architectures" in refused(written(tmp_path, architectures=names))
+
+
+def test_gemma_without_experts(tmp_path: Path) -> None:
+    gemma = json.loads((DATA / "gemma4.json").read_text())
+    gemma["text_config"]["enable_moe_block"] = False
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    assert "enable_moe_block is not true" in refused(str(tmp_path))
+
+
+def test_a_dtype_that_no_server_takes(tmp_path: Path) -> None:
+    assert "dtype int3 is unknown" in refused(written(tmp_path, torch_dtype="int3"))
+
+
+def test_the_name_of_a_checkpoint_is_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "My-Qwen"
+    folder.mkdir()
+    written(folder)
+    assert load_model(str(folder)).name == "My-Qwen"
+    assert load_model(str(folder / "config.json")).name == "My-Qwen"
+
+
+def test_a_path_comes_before_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "GLM-5"
+    folder.mkdir()
+    written(folder)
+    monkeypatch.chdir(tmp_path)
+    assert load_model("GLM-5").architecture == "Qwen3MoeForCausalLM"
