@@ -104,8 +104,8 @@ class MoEProblem:
             raise UserError(f"--experts {experts} is not divisible by --ep {ep}")
         if shared_experts and ep > 1:
             raise UserError(
-                f"--shared-experts {shared_experts} with --ep {ep}: SGLang does not fuse shared experts under "
-                "expert parallelism; drop one of the two"
+                f"--shared-experts {shared_experts} with --ep {ep}: under expert parallelism SGLang fuses shared "
+                "experts for Qwen3-Next alone, which --model knows; drop one of the two"
             )
         moe_tp = tp // ep
         if inter % moe_tp:

@@ -92,9 +92,12 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
     assert f"{tmp_path} has no config.json" in refused(str(tmp_path))
 
 
-def test_neither_path_nor_preset() -> None:
-    message = refused("GLM-55")
-    assert "--model GLM-55" in message
+@pytest.mark.parametrize("source", ["GLM-55", "", "x" * 5000, "a\0b"])
+def test_neither_path_nor_preset(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path)
+    message = refused(source)
+    assert f"--model {source} is no file" in message
     assert "GLM-5," in message
 
 
@@ -128,3 +131,33 @@ def test_a_path_comes_before_a_preset(tmp_path: Path, monkeypatch: pytest.Monkey
     written(folder)
     monkeypatch.chdir(tmp_path)
     assert load_model("GLM-5").architecture == "Qwen3MoeForCausalLM"
+
+
+def test_a_file_by_another_name_stands_alone(tmp_path: Path) -> None:
+    written(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    (tmp_path / "other.json").write_text(json.dumps(config()))
+    assert load_model(str(tmp_path)).dtype == "fp8_w8a8"
+    other = load_model(str(tmp_path / "other.json"))
+    assert (other.name, other.dtype) == ("other", "bf16")
+
+
+def test_a_damaged_file_of_modelopt(tmp_path: Path) -> None:
+    written(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text("{")
+    assert "hf_quant_config.json is no JSON" in refused(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "nest", [("text_config",), ("llm_config",), ("language_config",), ("thinker_config", "text_config")]
+)
+def test_a_nested_language_model(tmp_path: Path, nest: tuple[str, ...]) -> None:
+    whole: dict[str, Any] = config()
+    whole.pop("architectures")
+    for key in reversed(nest):
+        whole = {key: whole}
+    (tmp_path / "config.json").write_text(
+        json.dumps(whole | {"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "hidden_size": 1})
+    )
+    model = load_model(str(tmp_path))
+    assert (model.experts, model.inter, model.hidden, model.topk) == (128, 768, 2048, 8)

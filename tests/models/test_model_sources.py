@@ -9,6 +9,7 @@ import pytest
 from wheels import model_sources
 
 from sm120tune.models.architectures import ARCHITECTURES, Fusion
+from sm120tune.models.presets import PRESETS
 from sm120tune.models.quantization import KNOWN_METHODS
 
 
@@ -61,3 +62,13 @@ def test_the_validated_numbers_of_experts(srt: Path) -> None:
 def test_the_quantization_methods(srt: Path) -> None:
     registry = (srt / "layers/quantization/__init__.py").read_text()
     assert [method for method in KNOWN_METHODS if f'"{method}"' not in registry] == []
+
+
+def test_the_docs_list_every_architecture_and_preset() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert [name for name in (*ARCHITECTURES, *PRESETS) if f"`{name}`" not in page] == []
+    for name, entry in ARCHITECTURES.items():
+        (row,) = [line for line in page.splitlines() if f"`{name}`" in line]
+        assert entry.source in row
+        assert all(f"`{names[0]}`" in row for names in (entry.experts, entry.inter, entry.topk))
+    assert [name for name, preset in PRESETS.items() if preset.source.rpartition("/")[2] not in page] == []

@@ -23,6 +23,7 @@ from sm120tune.check.view import ServerView
 from sm120tune.cli.model import given_model, model_lines, model_options
 from sm120tune.devices import DeviceSpec, find_device, known_devices
 from sm120tune.errors import UserError
+from sm120tune.models import MoEModel
 from sm120tune.problem import MoEProblem
 from sm120tune.resolve import CardRequest, resolve_card
 from sm120tune.upstream import SGLangTree, UpstreamError, find_sglang
@@ -107,10 +108,11 @@ def _check(options: CheckOptions) -> int:
         raise UserError(f"{numbers[0]} and {options.paths[0]}: give either a layer's numbers or files, not both")
     if options.all_cards and (numbers or options.device is not None):
         raise UserError("--all-cards checks files of every card; leave out --device and the layer's numbers")
+    model = given_model(options.model, force=options.force)
     tree = _tree(options.sglang, needed=not options.paths)
     resources = Resources(tree, options.workers or os.cpu_count() or 1)
     try:
-        report = _report(options, tree, resources, numbers=bool(numbers))
+        report = _report(options, model, tree, resources, numbers=bool(numbers))
     finally:
         resources.stop()
     if options.as_json:
@@ -128,7 +130,9 @@ def _given(value: object) -> bool:
     return value is not None and value is not False
 
 
-def _report(options: CheckOptions, tree: SGLangTree | None, resources: Resources, *, numbers: bool) -> Report:
+def _report(
+    options: CheckOptions, model: MoEModel | None, tree: SGLangTree | None, resources: Resources, *, numbers: bool
+) -> Report:
     rules = rules_of(tree)
     device = find_device(options.device) if options.device is not None else None
     context = Context(
@@ -136,7 +140,7 @@ def _report(options: CheckOptions, tree: SGLangTree | None, resources: Resources
     )
     if numbers:
         assert tree is not None
-        return check_server(_server(options, tree), replace(context, device=None))
+        return check_server(_server(options, model, tree), replace(context, device=None))
     if options.paths:
         return check_files(sources_of(options.paths), context)
     assert tree is not None
@@ -163,10 +167,10 @@ def _tree(path: Path | None, *, needed: bool) -> SGLangTree | None:
         return None
 
 
-def _server(options: CheckOptions, tree: SGLangTree) -> Server:
+def _server(options: CheckOptions, model: MoEModel | None, tree: SGLangTree) -> Server:
     import triton
 
-    problem = _problem(options)
+    problem = _problem(options, model)
     card: DeviceSpec
     if options.device is not None:
         card = find_device(options.device)
@@ -176,15 +180,15 @@ def _server(options: CheckOptions, tree: SGLangTree) -> Server:
     return Server(problem, card, tree, Path(folder) if folder else None, triton.__version__)
 
 
-def _problem(options: CheckOptions) -> MoEProblem:
-    model = given_model(options.model, force=options.force)
+def _problem(options: CheckOptions, model: MoEModel | None) -> MoEProblem:
     if model is not None:
+        problem = model.problem(tp=_or(options.tp, 1), ep=_or(options.ep, 1))
         for line in model_lines(model):
             _tell(line)
-        return model.problem(tp=_or(options.tp, 1), ep=_or(options.ep, 1))
+        return problem
     if options.experts is None or options.inter is None:
         missing = "--experts" if options.experts is None else "--inter"
-        raise UserError(f"missing {missing}; the least is for example: --experts 256 --tp 8 --inter 2048")
+        raise UserError(f"missing {missing}; for example: --experts 256 --tp 8 --inter 2048, or --model GLM-5 --tp 8")
     dtype = options.dtype or "bf16"
     if dtype not in (*COMPILED_DTYPES, *QUANTIZED):
         raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join((*COMPILED_DTYPES, *QUANTIZED))}")

@@ -23,7 +23,8 @@ def model_options(command: _F) -> _F:
     model = click.option(
         "--model",
         metavar="SOURCE",
-        help="Checkpoint instead of the numbers: its folder, its config.json, or a preset such as GLM-5.",
+        help="Checkpoint instead of the numbers: its folder, its config.json, or a preset such as GLM-5.  "
+        "[this or the numbers]",
     )
     force = click.option(
         "--force", is_flag=True, help="Go on with a --model whose experts SGLang runs without this kernel."

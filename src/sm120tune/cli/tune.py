@@ -200,7 +200,7 @@ def _problem(options: TuneOptions, model: MoEModel | None) -> MoEProblem:
         return model.problem(tp=options.tp, ep=options.ep)
     if options.experts is None or options.inter is None:
         missing = "--experts" if options.experts is None else "--inter"
-        raise UserError(f"missing {missing}; the least is for example: --experts 256 --tp 8 --inter 2048")
+        raise UserError(f"missing {missing}; for example: --experts 256 --tp 8 --inter 2048, or --model GLM-5 --tp 8")
     return MoEProblem.from_parallelism(
         experts=options.experts,
         tp=options.tp,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from sm120tune.errors import UserError
 from sm120tune.models.architectures import ARCHITECTURES, Architecture, Fusion, Names, all_fields
 from sm120tune.models.expert_format import ExpertFormat
 from sm120tune.models.model import MoEModel
-from sm120tune.models.quantization import expert_format, keeps_shared_experts_apart, quantization_method
+from sm120tune.models.quantization import (
+    expert_format,
+    experts_left_out,
+    keeps_shared_experts_apart,
+    quantization_method,
+)
 from sm120tune.models.reading import Checkpoint, read_checkpoint
 
 _NUMBERS = "give --experts, --inter, --hidden and --topk instead of --model"
@@ -82,7 +84,7 @@ def _format(checkpoint: Checkpoint) -> tuple[ExpertFormat, tuple[str, ...]]:
     if quantization is None and not fp4:
         return ExpertFormat(plain), notes
     stored = expert_format(checkpoint.source, quantization or {}, plain, fp4_experts=fp4)
-    left_out = _experts_left_out(quantization or {})
+    left_out = experts_left_out(quantization or {})
     if left_out is not None:
         notes = (f"{left_out} is not quantized: layers like it ask for the file without dtype",)
     elif stored.served_elsewhere is not None or stored.dtype != plain:
@@ -102,15 +104,6 @@ def _plain_dtype(checkpoint: Checkpoint) -> tuple[str, tuple[str, ...]]:
     gemma = str(checkpoint.text.get("model_type", "")).startswith("gemma")
     served = "bf16" if gemma else "fp16"
     return served, (f"the config says dtype {value}: SGLang serves it as {served} unless --dtype says otherwise",)
-
-
-def _experts_left_out(quantization: Mapping[str, Any]) -> str | None:
-    for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"):
-        names = quantization.get(key)
-        for name in names if isinstance(names, list) else ():
-            if ".experts" in str(name) and "shared_expert" not in str(name):
-                return str(name)
-    return None
 
 
 def _unquantized_elsewhere(checkpoint: Checkpoint, architecture: Architecture) -> str | None:

@@ -82,7 +82,7 @@ PRESETS: dict[str, Preset] = {
     "DeepSeek-R1": _deepseek("DeepseekV3ForCausalLM", "deepseek-ai/DeepSeek-R1"),
     "DeepSeek-V3.2": _deepseek("DeepseekV32ForCausalLM", "deepseek-ai/DeepSeek-V3.2"),
     # Megatron arguments of the same checkpoints: --hidden-size, --moe-ffn-hidden-size, --num-experts.
-    "GLM-4.5": _glm45("zyzshishui/slime:scripts/models/glm4.5-355B-A32B.sh", 5120, 1536, 160),
+    "GLM-4.5": _glm45("zyzshishui/slime@ffec5340:scripts/models/glm4.5-355B-A32B.sh", 5120, 1536, 160),
     "GLM-4.5-Air": _glm45("vllm-project/vime@b332ffc2:scripts/models/glm4.5-106B-A12B.sh", 4096, 1408, 128),
     "GLM-5": _glm5("zai-org/GLM-5"),
     "GLM-5-FP8": _glm5("zai-org/GLM-5-FP8", fp8=True),

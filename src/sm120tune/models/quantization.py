@@ -79,7 +79,7 @@ def quantization_method(config: Mapping[str, Any]) -> str:
     method = str(config.get("quant_method") or "").lower().replace("compressed_tensors", "compressed-tensors")
     if method not in ("", "modelopt"):
         return method
-    inner = _modelopt(config)
+    inner = modelopt_fields(config)
     algorithm = str(inner.get("quant_algo") or "").upper()
     if algorithm == "MIXED_PRECISION":
         nvfp4 = any("NVFP4" in algo for algo in _algorithms(inner.get("quantized_layers")))
@@ -89,6 +89,17 @@ def quantization_method(config: Mapping[str, Any]) -> str:
     return {"FP8": "modelopt_fp8", "MXFP8": "mxfp8"}.get(algorithm, method)
 
 
+def experts_left_out(config: Mapping[str, Any]) -> str | None:
+    """Return a module of routed experts that the quantization leaves out, or None."""
+    inner = modelopt_fields(config)
+    for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"):
+        names = inner.get(key)
+        for name in names if isinstance(names, list) else ():
+            if ".experts" in str(name) and "shared_expert" not in str(name):
+                return str(name)
+    return None
+
+
 def keeps_shared_experts_apart(config: Mapping[str, Any]) -> bool:
     """Whether shared experts are stored at another precision, so that SGLang cannot fuse them.
 
@@ -96,12 +107,12 @@ def keeps_shared_experts_apart(config: Mapping[str, Any]) -> bool:
     """
     if quantization_method(config) not in ("modelopt_fp4", "quark"):
         return False
-    inner = _modelopt(config)
+    inner = modelopt_fields(config)
     left_out = inner.get("exclude_modules") or inner.get("ignore") or inner.get("exclude") or []
     return any("shared_expert" in str(name) and "shared_expert_gate" not in str(name) for name in left_out)
 
 
-def _modelopt(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def modelopt_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the object that holds ModelOpt's fields: ``hf_quant_config.json`` nests it."""
     inner = config.get("quantization")
     return inner if isinstance(inner, dict) else config
@@ -119,7 +130,7 @@ def _algorithms(layers: object, part: str = "") -> set[str]:
 
 
 def _mixed(source: str, config: Mapping[str, Any], plain: str) -> ExpertFormat:
-    found = _algorithms(_modelopt(config).get("quantized_layers"), ".experts")
+    found = _algorithms(modelopt_fields(config).get("quantized_layers"), ".experts")
     if not found:
         return ExpertFormat(plain)
     if found == {"FP8"}:

@@ -56,11 +56,9 @@ class Checkpoint:
 
 def read_checkpoint(source: str) -> Checkpoint:
     """Read a file, a folder with a ``config.json``, or a preset; raises UserError for anything else."""
-    path = Path(source)
-    if path.is_dir():
-        return _from_file(path / CONFIG, path)
-    if path.is_file():
-        return _from_file(path, path.parent)
+    file = _file_of(source)
+    if file is not None:
+        return _from_file(file)
     preset = find_preset(source)
     if preset is None:
         names = ", ".join(sorted(PRESETS, key=str.lower))
@@ -78,13 +76,26 @@ def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def _from_file(file: Path, folder: Path) -> Checkpoint:
+def _file_of(source: str) -> Path | None:
+    """Return the config that a path means, or None for what is no path."""
+    path = Path(source)
+    try:
+        if source and path.is_dir():
+            return path / CONFIG
+        return path if path.is_file() else None
+    except (OSError, ValueError):
+        # Too long a name, or one with a zero byte.
+        return None
+
+
+def _from_file(file: Path) -> Checkpoint:
     config = _read_object(file)
-    beside = folder / MODELOPT_CONFIG
+    if file.name != CONFIG:
+        # Copied out of its checkpoint: neither the folder's name nor what lies beside it belongs to it.
+        return _checkpoint(file.stem, str(file), config, None)
+    beside = file.with_name(MODELOPT_CONFIG)
     modelopt = _read_object(beside) if beside.is_file() else None
-    # A file that was copied out of its checkpoint is known by its own name.
-    name = folder.resolve().name if file.name == CONFIG else file.stem
-    return _checkpoint(name, str(file), config, modelopt)
+    return _checkpoint(file.parent.resolve().name, str(file), config, modelopt)
 
 
 def _checkpoint(name: str, source: str, config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> Checkpoint:
