@@ -69,7 +69,10 @@ def _number(checkpoint: Checkpoint, names: Names) -> int:
             continue
         values = value if isinstance(value, list) and value else [value]
         if any(type(each) is not int or each < 1 for each in values):
-            raise UserError(f"{checkpoint.source}: {name} is {value!r:.60}, so the model has no experts to tune")
+            raise UserError(
+                f"{checkpoint.source}: {name} is {value!r:.60}, not a positive integer; a model without experts has "
+                "nothing to tune"
+            )
         if len(set(values)) > 1:
             raise UserError(f"{checkpoint.source}: {name} differs between layers ({value!r:.60}); {_NUMBERS}")
         return int(values[0])
