@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,38 @@ def test_a_nested_language_model(tmp_path: Path, nest: tuple[str, ...]) -> None:
     )
     model = load_model(str(tmp_path))
     assert (model.experts, model.inter, model.hidden, model.topk) == (128, 768, 2048, 8)
+
+
+ODD: tuple[Any, ...] = (None, [], {}, "", "x", -1, 0, 1.5, True, [None], [[]], {"a": 1}, ["x", 3])
+
+
+def places(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every place in a document as its holder and key."""
+    pairs = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in list(pairs):
+        yield data, key
+        yield from places(value)
+
+
+def outcome(source: str) -> str:
+    try:
+        return str(load_model(source).problem())
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in DATA.glob("*.json")))
+def test_any_odd_value_anywhere_is_one_line_or_harmless(name: str, tmp_path: Path) -> None:
+    text = (DATA / f"{name}.json").read_text()
+    file = tmp_path / "config.json"
+    data = json.loads(text)
+    tried = 0
+    for holder, key in places(data):
+        original = holder[key]
+        for odd in ODD:
+            holder[key] = odd
+            file.write_text(json.dumps(data))
+            assert "\n" not in outcome(str(file))
+            tried += 1
+        holder[key] = original
+    assert tried >= 5 * len(ODD)

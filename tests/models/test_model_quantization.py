@@ -112,6 +112,7 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str, str]] = {
     # quantization, whose kernels, the dtype for --force
     "gptq": ({"quant_method": "gptq", "bits": 4}, "Marlin", "int4_w4a16"),
     "gptq of 8 bits": ({"quant_method": "gptq", "bits": 8}, "Marlin", "int8_w8a16"),
+    "gptq of odd bits": ({"quant_method": "gptq", "bits": [4]}, "Marlin", "bf16"),
     "awq": ({"quant_method": "awq", "bits": 4}, "Marlin", "int4_w4a16"),
     "w4afp8": ({"quant_method": "w4afp8"}, "W4A8", "bf16"),
     "mixed without FP4": ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "W4A8", "bf16"),
@@ -153,6 +154,13 @@ def test_what_sglang_serves_elsewhere(quantized: Quantized, name: str) -> None:
 )
 def test_quantization_that_is_not_known(quantized: Quantized, quantization: Any, words: str) -> None:
     assert words in quantized.refused(quantization)
+
+
+@pytest.mark.parametrize("odd", [None, 3, "x", {}, [None]])
+def test_odd_lists_of_modules(quantized: Quantized, odd: Any) -> None:
+    for key in ("exclude_modules", "ignore", "exclude", "quantized_layers", "modules_to_not_convert"):
+        assert quantized({"quant_algo": "NVFP4", key: odd}, "glm5").fused_shared_experts == 1
+        assert quantized({"quant_algo": "FP8", key: odd}).dtype == "fp8_w8a8"
 
 
 def test_groups_that_differ_over_experts(quantized: Quantized) -> None:

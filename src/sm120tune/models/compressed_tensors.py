@@ -51,7 +51,7 @@ def _scheme(source: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], 
 
 
 def _holds_experts(group: Mapping[str, Any]) -> bool:
-    targets = group.get("targets") or []
-    return any(
+    targets = group.get("targets")
+    return isinstance(targets, list) and any(
         target == "Linear" or ("expert" in str(target) and "shared_expert" not in str(target)) for target in targets
     )

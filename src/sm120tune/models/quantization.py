@@ -29,7 +29,7 @@ _ELSEWHERE = {
 """Quantization methods whose experts SGLang's Triton kernel never sees."""
 
 _CHANNEL_WISE = {"w8a8_fp8": "fp8_w8a8", "w8a8_int8": "int8_w8a8"}
-_INTEGER_BITS = {4: "int4_w4a16", 8: "int8_w8a16"}
+_INTEGER_BITS = {"4": "int4_w4a16", "8": "int8_w8a16"}
 KNOWN_METHODS = (
     *_ELSEWHERE, *_CHANNEL_WISE, "bitsandbytes", "blockwise_int8", "compressed-tensors", "fp8", "modelopt",
     "modelopt_fp8", "modelopt_mixed", "quark",
@@ -51,7 +51,7 @@ def expert_format(source: str, config: Mapping[str, Any], plain: str, *, fp4_exp
     if method in _ELSEWHERE:
         # The dtype that --force tunes: that of the Triton kernel which --quantization moe_wna16 asks for.
         integer = method in ("auto-round", "awq", "awq_marlin", "gptq", "gptq_marlin")
-        dtype = _INTEGER_BITS.get(config.get("bits", 4), plain) if integer else plain
+        dtype = _INTEGER_BITS.get(str(config.get("bits", 4)), plain) if integer else plain
         return ExpertFormat(dtype, served_elsewhere=_ELSEWHERE[method])
     if method in _CHANNEL_WISE:
         return ExpertFormat(_CHANNEL_WISE[method], per_channel_quant=True)
@@ -108,8 +108,10 @@ def keeps_shared_experts_apart(config: Mapping[str, Any]) -> bool:
     if quantization_method(config) not in ("modelopt_fp4", "quark"):
         return False
     inner = modelopt_fields(config)
-    left_out = inner.get("exclude_modules") or inner.get("ignore") or inner.get("exclude") or []
-    return any("shared_expert" in str(name) and "shared_expert_gate" not in str(name) for name in left_out)
+    left_out = inner.get("exclude_modules") or inner.get("ignore") or inner.get("exclude")
+    return isinstance(left_out, list) and any(
+        "shared_expert" in str(name) and "shared_expert_gate" not in str(name) for name in left_out
+    )
 
 
 def modelopt_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
