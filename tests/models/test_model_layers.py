@@ -86,6 +86,13 @@ def test_what_keeps_a_shared_expert_apart(name: str, fields: dict[str, Any], tmp
     assert changed(tmp_path, name, **fields).fused_shared_experts == 0
 
 
+def test_qwen3_nexts_shared_expert_at_another_precision(tmp_path: Any) -> None:
+    fp4 = {"quant_algo": "NVFP4", "ignore": ["model.layers.0.mlp.shared_expert_gate"]}
+    assert changed(tmp_path, "qwen3_next", quantization_config=fp4).fused_shared_experts == 1
+    fp4["ignore"] = ["model.layers.0.mlp.shared_expert.up_proj"]
+    assert changed(tmp_path, "qwen3_next", quantization_config=fp4).fused_shared_experts == 0
+
+
 def test_kimi_is_fused_by_quark_alone(tmp_path: Any) -> None:
     quark = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4"}}}
     assert changed(tmp_path, "kimi_k2", quantization_config=quark).fused_shared_experts == 1
@@ -108,6 +115,8 @@ def test_without_a_split_only_n_counts() -> None:
     assert MoEProblem.from_parallelism(tp=1, **numbers).block_shape == (64, 128)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="N=64, which is not divisible by 128"):
         MoEProblem.from_parallelism(tp=3, **numbers)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="N=192, which is not divisible by 128"):
+        MoEProblem.from_parallelism(tp=1, **numbers | {"block_shape": (128, 64)})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("tp", "ep", "words"), [(3, 1, "14336"), (4, 3, "--ep 3"), (16, 16, "--experts 8")])

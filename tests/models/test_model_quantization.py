@@ -203,3 +203,19 @@ def test_the_dtype_of_plain_weights(tmp_path: Path, base: str, dtype: str | None
     assert model.dtype == expected
     said = [note for note in model.notes if f"dtype {dtype}" in note]
     assert len(said) == (dtype in (None, "float32"))
+
+
+def test_where_a_quantization_is_looked_for(tmp_path: Path) -> None:
+    """In the order of SGLang's model_config.py; Kimi-K2.5 has it inside its language model."""
+    config = json.loads((DATA / "qwen3_moe.json").read_text())
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    found = []
+    for more in (
+        {},
+        {"compression_config": tensors(8, "float", "channel", "float")},
+        {"quantization_config": {"quant_method": "fp8"}, "compression_config": tensors(4, "int", "group")},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | more))
+        model = load_model(str(tmp_path))
+        found.append((model.dtype, model.per_channel_quant))
+    assert found == [("bf16", False), ("fp8_w8a8", True), ("fp8_w8a8", False)]

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 Names = tuple[str, ...]
 
+VALIDATED_CLASSES = ("DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM")
+"""What ``fused_shared_experts_architecture`` compares the config's name with: DeepSeek-V3.2's is another."""
+
 
 class Fusion(enum.Enum):
     """When shared experts become routed ones under plain tensor parallelism."""
@@ -19,7 +22,9 @@ class Fusion(enum.Enum):
     NEVER = "never"
     ALL = "n_shared_experts of them"
     SINGLE = "when there is exactly one"
-    VALIDATED = "when there is exactly one, beside 256 routed experts (or 384 and quark)"
+    VALIDATED = (
+        "when there is exactly one, beside 256 routed experts (or 384 and quark), in a class of VALIDATED_CLASSES"
+    )
     SAME_WIDTH = "when it is as wide as a routed expert; under expert parallelism too"
 
 
@@ -54,8 +59,7 @@ _MOE = ("moe_intermediate_size",)
 _DENSE = ("intermediate_size",)
 """Some configs have no other kind of layer, so the plain name means an expert's size."""
 
-_DEEPSEEK_V2 = Architecture("deepseek_v2.py", _ROUTED, _MOE)
-_DEEPSEEK_V3 = Architecture("deepseek_v2.py", _ROUTED, _MOE, fusion=Fusion.VALIDATED)
+_DEEPSEEK = Architecture("deepseek_v2.py", _ROUTED, _MOE, fusion=Fusion.VALIDATED)
 _GLM_DSA = Architecture("glm4_moe.py, deepseek_v2.py", _ROUTED, _MOE, fusion=Fusion.VALIDATED)
 _QWEN_MOE = Architecture("qwen3_moe.py", _NUMBERED, _MOE)
 _QWEN35 = Architecture("qwen3_5.py, qwen2_moe.py", _NUMBERED, _MOE)
@@ -85,10 +89,9 @@ _NEMOTRON_H = Architecture(
 _MIMO_V2 = Architecture("mimo_v2.py", _ROUTED, _MOE)
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
-    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
-    # Its class compares the name in the config with DeepseekV3ForCausalLM, so it never fuses.
-    "DeepseekV32ForCausalLM": _DEEPSEEK_V2,
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "DeepseekV32ForCausalLM": _DEEPSEEK,
     "DeepseekV4ForCausalLM": Architecture(
         "deepseek_v4.py, deepseek_v2.py",
         _ROUTED,

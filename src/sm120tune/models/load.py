@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sm120tune.errors import UserError
-from sm120tune.models.architectures import ARCHITECTURES, Architecture, Fusion, Names, all_fields
+from sm120tune.models.architectures import ARCHITECTURES, VALIDATED_CLASSES, Architecture, Fusion, Names, all_fields
 from sm120tune.models.expert_format import ExpertFormat
 from sm120tune.models.model import MoEModel
 from sm120tune.models.quantization import (
@@ -134,7 +134,7 @@ def _fused(checkpoint: Checkpoint, architecture: Architecture, experts: int) -> 
         Fusion.SINGLE: shared == 1,
         Fusion.VALIDATED: shared == 1
         and (experts == 256 or (experts == 384 and method == "quark"))
-        and checkpoint.text_architecture in ("DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM")
+        and checkpoint.text_architecture in VALIDATED_CLASSES
         and not keeps_shared_experts_apart(quantization),
     }[fusion]
     return shared if fuses else 0
