@@ -41,9 +41,10 @@ from sm120tune.measure.workload import Workload
 from sm120tune.problem import DEFAULT_BATCH_SIZES, Gemm, MoEProblem
 from sm120tune.provenance import load as load_provenance
 from sm120tune.tiles import TILE_FIELDS, Tile, TilePair
-from sm120tune.upstream.arguments import gemm_arguments, launch_flags, launch_values, variant_for
+from sm120tune.upstream.arguments import gemm_arguments, launch_flags, variant_for
 from sm120tune.upstream.locate import find_sglang
 from sm120tune.upstream.source import load_kernels
+from sm120tune.upstream.values import launch_values
 
 _AXES = ((16, 32, 64, 128, 256), (32, 64, 128, 256), (64, 128, 256), (1, 16, 32, 64), (4, 8), (2, 3, 4, 5))
 GRID = tuple(Tile(*values) for values in itertools.product(*_AXES))
@@ -186,7 +187,8 @@ def autotune(problem: MoEProblem, m: int, count: int, seed: int, sglang: Path | 
     import triton
 
     use_cache_folder(Path(tempfile.mkdtemp(prefix="autotune-cache-")))
-    kernel = load_kernels(find_sglang(sglang)).fused_moe
+    kernels = load_kernels(find_sglang(sglang))
+    kernel = kernels.fused_moe
     shape, block_m = problem.gemm(Gemm.GATE_UP), 16 if m <= problem.experts else 64
     # One even_Ks for all: only what divides K.
     tiles = [tile for tile in GRID if tile.BLOCK_SIZE_M == block_m and shape.k % tile.BLOCK_SIZE_K == 0]
@@ -199,9 +201,9 @@ def autotune(problem: MoEProblem, m: int, count: int, seed: int, sglang: Path | 
     arch = int("{}{}".format(*torch.cuda.get_device_capability()))
     pdl = launch_flags(kernel, arch).pdl
     variant = variant_for(problem, Gemm.GATE_UP, tiles[0], m=m, sorted_intermediate=False, pdl=pdl)
-    arguments = gemm_arguments(kernel, problem, variant, arch)
+    arguments = gemm_arguments(kernels, problem, variant, arch)
     dynamic: Result = {f"{name}_ptr": tensor for name, tensor in vars(alignment).items()}
-    dynamic |= {"a_ptr": operands.hidden_states, "b_ptr": operands.w1, "c_ptr": operands.gate_up_out}
+    dynamic |= {"a_ptr": operands.hidden.codes, "b_ptr": operands.w1.codes, "c_ptr": operands.gate_up_out}
     dynamic |= {"topk_weights_ptr": operands.route.weights, "num_valid_tokens": operands.route.ids.numel(), "EM": em}
     # No tile here has USE_TMA, so no descriptor is asked for.
     bound = zip(arguments, launch_values(arguments, dynamic, lambda *_: None), strict=True)

@@ -32,6 +32,9 @@ KEEP = (
 LAYOUT = 1
 """Raised when KEEP changes, so that older trees are made anew."""
 
+KEEP_MODELS = ("sglang/srt/models/*.py", "sglang/srt/configs/*.py", "sglang/srt/layers/quantization/*.py")
+"""What decides how a checkpoint's experts are served; only one release is asked for it."""
+
 # Nothing compiled is read, so one platform's wheels serve every machine.
 PLATFORM = [
     "--python-version=3.12",
@@ -76,16 +79,25 @@ def _download(version: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _unpack(wheel: Path, folder: Path) -> None:
-    """Take what KEEP names out of a wheel."""
+def _unpack(wheel: Path, folder: Path, keep: tuple[str, ...]) -> None:
+    """Take what ``keep`` names out of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if any(fnmatch.fnmatchcase(name, kept) for kept in KEEP)]
+        names = [name for name in archive.namelist() if any(fnmatch.fnmatchcase(name, kept) for kept in keep)]
         archive.extractall(folder, names)
 
 
 def sglang_tree(version: str) -> Path:
     """Return the folder that holds ``sglang/`` of one release; fetch it on the first call."""
-    tree = CACHE / f"sglang-{version}-{LAYOUT}"
+    return _tree(f"sglang-{version}-{LAYOUT}", version, KEEP)
+
+
+def model_sources(version: str) -> Path:
+    """Return the folder that holds ``sglang/`` with one release's model classes; fetch it on the first call."""
+    return _tree(f"sglang-models-{version}-1", version, KEEP_MODELS)
+
+
+def _tree(name: str, version: str, keep: tuple[str, ...]) -> Path:
+    tree = CACHE / name
     if tree.is_dir():
         return tree
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -95,7 +107,7 @@ def sglang_tree(version: str) -> Path:
         scratch = Path(tempfile.mkdtemp(prefix=f"{tree.name}.", dir=CACHE))
         try:
             wheel = _download(version, scratch)
-            _unpack(wheel, scratch / "tree")
+            _unpack(wheel, scratch / "tree", keep)
             (scratch / "tree").rename(tree)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

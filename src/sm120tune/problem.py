@@ -81,7 +81,8 @@ class MoEProblem:
         """Derive E and N as SGLang's server does.
 
         Plain TP: E = experts + shared, N = inter / tp. Expert parallelism: E = experts / ep,
-        N = inter / (tp / ep). Raises UserError for arithmetic that no server could run.
+        N = inter / (tp / ep). Raises UserError for arithmetic that no server could run, a quantization block that
+        does not divide N among it.
         """
         for name, value in (
             ("--experts", experts), ("--tp", tp), ("--ep", ep), ("--inter", inter), ("--hidden", hidden),
@@ -102,18 +103,22 @@ class MoEProblem:
             raise UserError(f"--experts {experts} is not divisible by --ep {ep}")
         if shared_experts and ep > 1:
             raise UserError(
-                f"--shared-experts {shared_experts} with --ep {ep}: SGLang does not fuse shared experts under "
-                "expert parallelism; drop one of the two"
+                f"--shared-experts {shared_experts} with --ep {ep}: under expert parallelism SGLang fuses shared "
+                "experts for Qwen3-Next alone, which --model knows; drop one of the two"
             )
         moe_tp = tp // ep
         if inter % moe_tp:
             raise UserError(
                 f"--inter {inter} is not divisible by {moe_tp} (tp {tp} / ep {ep}); "
-                "give the whole moe_intermediate_size of the model"
+                "it is the whole moe_intermediate_size of the model, choose a tp that divides it"
             )
+        intermediate = inter // moe_tp
+        if block_shape is not None:
+            _check_groups(block_shape[1], hidden, intermediate)
+            _check_block_shape(block_shape, intermediate, moe_tp, f"--inter {inter} at tp {tp} / ep {ep}")
         return cls(
             experts=experts // ep + shared_experts,
-            intermediate=inter // moe_tp,
+            intermediate=intermediate,
             hidden=hidden,
             topk=topk + shared_experts,
             router_experts=experts,
@@ -183,12 +188,43 @@ class MoEProblem:
         values["block_shape"] = (int(shape[0]), int(shape[1])) if shape else None
         return cls(**values)
 
+    def _scales_text(self) -> str:
+        zeros = " with zero points" if self.zero_points else ""
+        if self.block_shape is not None:
+            n, k = self.block_shape
+            return f" block {n}x{k}" if n else f" group {k}{zeros}"
+        return " channel-wise" if self.per_channel_quant else ""
+
     def __str__(self) -> str:
         return (
-            f"E={self.experts} N={self.intermediate} hidden={self.hidden} topk={self.topk} {self.quantization}"
+            f"E={self.experts} N={self.intermediate} hidden={self.hidden} topk={self.topk} {self.dtype}"
+            + self._scales_text()
             + (f" router={self.router_experts}" if self.expert_parallel else "")
             + (f" shared={self.shared_experts}" if self.shared_experts else "")
         )
+
+
+def _check_groups(group: int, hidden: int, intermediate: int) -> None:
+    """Raise UserError where a row does not end with a whole group: SGLang's quantizers refuse it."""
+    for name, size in (("--hidden", hidden), ("N", intermediate)):
+        if size % group:
+            raise UserError(f"{name} {size} is not divisible by the quantization group of {group}")
+
+
+def _check_block_shape(block_shape: tuple[int, int], intermediate: int, moe_tp: int, given: str) -> None:
+    """Raise UserError where SGLang's loader would: a block's scale cannot be split between ranks.
+
+    N must be a multiple of the block's n (a column split of gate and up) and, when there is more than one rank, of
+    its k (a row split of down): ``create_weights`` of fp8.py, blockwise_int8.py and compressed_tensors_w8a8_fp8_moe.py
+    in ``sglang/srt/layers/quantization``, SGLang 0.5.23.
+    """
+    block_n, block_k = block_shape
+    for block, must_divide in ((block_n, True), (block_k, moe_tp > 1)):
+        if must_divide and block and intermediate % block:
+            raise UserError(
+                f"{given} gives N={intermediate}, which is not divisible by {block} of the quantization block "
+                f"[{block_n}, {block_k}]; SGLang refuses to load that, use a smaller tp or a larger ep"
+            )
 
 
 def check_batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ class Quantization:
         if self.block_shape is not None and (self.block_shape[1] < 16 or self.block_shape[0] < 0):
             raise UserError(f"a quantization block of {self.block_shape[0]}x{self.block_shape[1]} is too small")
         if self.block_shape is not None and self.per_channel_quant:
-            raise UserError("--block-shape and --per-channel-quant exclude each other")
+            raise UserError("--block-shape and --per-channel exclude each other")
         if self.weight_only and self.block_shape is not None and self.block_shape[0] != 0:
             raise UserError(f"--dtype {self.dtype} has groups, not blocks: give --group-size")
         if self.dtype.endswith("w8a8") and self.block_shape is not None and self.block_shape[0] == 0:
@@ -53,7 +53,7 @@ class Quantization:
         if self.dtype == "int4_w4a16" and self.block_shape is None:
             raise UserError("--dtype int4_w4a16 needs --group-size, for example 128")
         if self.dtype == "int8_w8a8" and self.block_shape is None and not self.per_channel_quant:
-            raise UserError("--dtype int8_w8a8 needs --per-channel-quant or --block-shape: SGLang has no other int8")
+            raise UserError("--dtype int8_w8a8 needs --per-channel or --block-shape: SGLang has no other int8")
         if self.zero_points and self.granularity is not Granularity.GROUP:
             raise UserError("--zero-points belong to grouped weights: give --group-size")
 
@@ -109,14 +109,3 @@ class Quantization:
             case Granularity.GROUP:
                 groups = n * -(-k // (self.block_shape or (0, 1))[1])
                 return groups * 2 + (groups * self.weight_bits // 8 if self.zero_points else 0)
-
-    def __str__(self) -> str:
-        match self.granularity:
-            case Granularity.NONE:
-                return self.dtype
-            case Granularity.BLOCK | Granularity.GROUP:
-                shape = self.block_shape or (0, 0)
-                size = f"block {shape[0]}x{shape[1]}" if shape[0] else f"group {shape[1]}"
-                return f"{self.dtype} {size}" + (" with zero points" if self.zero_points else "")
-            case other:
-                return f"{self.dtype} {other}-wise"

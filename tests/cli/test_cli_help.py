@@ -63,7 +63,8 @@ def test_help_states_the_values_that_stand_for_figures_not_given(helped: Done) -
     assert str(DEFAULT_TRIALS["model"]) in said["trials"]
     assert ",".join(map(str, DEFAULT_BATCH_SIZES)) in said["batch_sizes"].replace(" ", "")
     for name in ("experts", "inter"):
-        assert "[required]" in said[name]
+        assert "[this or --model]" in said[name]
+    assert "[this or the numbers]" in said["model"]
     for choice in ("optuna", "exhaustive"):
         assert choice in said["search"]
 

@@ -20,6 +20,7 @@ from sm120tune.measure.gpu_lane import GpuLane
 from sm120tune.measure.launcher import Launcher
 from sm120tune.measure.results import GemmRequest, Measured, RaceRequest, VerifyRequest
 from sm120tune.measure.routing import UNIFORM, Routing, parse_routing
+from sm120tune.measure.stored import quantize_rows
 from sm120tune.measure.worker import WorkerSetup
 from sm120tune.measure.workload import Workload
 from sm120tune.problem import Gemm, MoEProblem
@@ -34,6 +35,25 @@ RAGGED = MoEProblem.from_parallelism(experts=7, tp=1, inter=208, hidden=720, top
 EXPERT_PARALLEL = MoEProblem.from_parallelism(experts=32, tp=4, ep=4, inter=256, hidden=1024, topk=4)
 SHARED = MoEProblem.from_parallelism(experts=16, tp=1, inter=256, hidden=512, topk=2, shared_experts=1)
 HALF = MoEProblem.from_parallelism(experts=8, tp=1, inter=256, hidden=512, topk=2, dtype="fp16")
+
+BASE = {"experts": 16, "tp": 1, "inter": 256, "hidden": 1024, "topk": 4}
+QUANTIZED = [
+    MoEProblem.from_parallelism(**BASE, dtype=dtype, **how)  # type: ignore[arg-type]
+    for dtype, how in (
+        ("fp8_w8a8", {}),
+        ("fp8_w8a8", {"per_channel_quant": True}),
+        ("fp8_w8a8", {"block_shape": (128, 128)}),
+        ("fp8_w8a8", {"block_shape": (64, 128)}),
+        ("int8_w8a8", {"per_channel_quant": True}),
+        ("int8_w8a8", {"block_shape": (128, 128)}),
+        ("int8_w8a16", {}),
+        ("int8_w8a16", {"block_shape": (0, 128)}),
+        ("int8_w8a16", {"block_shape": (0, 64), "zero_points": True}),
+        ("int4_w4a16", {"block_shape": (0, 128)}),
+        ("int4_w4a16", {"block_shape": (0, 64), "zero_points": True}),
+        ("int4_w4a16", {"block_shape": (0, 32)}),
+    )
+]
 
 PLAIN = TilePair.same(Tile(16, 64, 64, 1, 4, 3))
 MIXED = TilePair(Tile(32, 64, 128, 8, 4, 2), Tile(32, 128, 64, 1, 8, 3))
@@ -53,7 +73,7 @@ def source(problem: MoEProblem) -> KernelSource:
     major, minor = torch.cuda.get_device_capability()
     template = CompileSpec(
         tree.package,
-        load_kernels(tree).source_hash,
+        load_kernels(tree).hash_for(problem.quantization),
         triton.__version__,
         10 * major + minor,
         problem,
@@ -75,7 +95,39 @@ def test_chain_equals_the_reference(problem: MoEProblem, pair: TilePair, m: int)
     assert is_correct(error, problem.dtype), error
 
 
-@pytest.mark.parametrize("problem", [SMALL, EXPERT_PARALLEL, SHARED], ids=str)
+@pytest.mark.parametrize("problem", QUANTIZED, ids=str)
+@pytest.mark.parametrize("pair", [PLAIN, MIXED], ids=["plain", "mixed"])
+@pytest.mark.parametrize("m", [3, 200])
+def test_quantized_chain_equals_the_reference(problem: MoEProblem, pair: TilePair, m: int) -> None:
+    error = timer(problem).verify(VerifyRequest(m, pair, seed=5))
+    print(f"{problem} M={m}: {error}")
+    assert is_correct(error, problem.dtype), error
+
+
+def test_a_tile_over_the_quantization_block_is_wrong() -> None:
+    """The negative control: one scale for two blocks of K."""
+    problem = QUANTIZED[2]
+    wide = TilePair(Tile(16, 64, 256, 1, 4, 2), Tile(16, 64, 128, 1, 4, 2))
+    error = timer(problem).verify(VerifyRequest(64, wide, seed=5))
+    assert not is_correct(error, problem.dtype), error
+
+
+@pytest.mark.parametrize("problem", QUANTIZED, ids=str)
+def test_the_triton_quantizer_equals_the_one_of_the_reference(problem: MoEProblem) -> None:
+    if problem.quantization.operand_bytes != 1:
+        pytest.skip("activations are not quantized")
+    one = timer(problem)
+    operands = one.workload.operands(64, 0, 64 * problem.topk)
+    one.launcher.quantize(operands)
+    expected = quantize_rows(operands.activated, problem.quantization)
+    assert expected.scales is not None
+    assert operands.down_in.scales is not None
+    torch.testing.assert_close(operands.down_in.scales, expected.scales)
+    same = operands.down_in.codes.float() == expected.codes.float()
+    assert same.float().mean() > 0.999
+
+
+@pytest.mark.parametrize("problem", [SMALL, EXPERT_PARALLEL, SHARED, QUANTIZED[2]], ids=str)
 @pytest.mark.parametrize("m", [1, 64, 512])
 def test_down_tma_chain_equals_the_reference(problem: MoEProblem, m: int) -> None:
     if torch.cuda.get_device_capability() < (9, 0):

@@ -21,15 +21,14 @@ from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.reference import measure_error, reference_moe
 from sm120tune.tiles import Tile
 from sm120tune.upstream.arguments import (
-    Argument,
     Variant,
     activation_arguments,
     gemm_arguments,
     intermediate_rows,
-    launch_values,
 )
 from sm120tune.upstream.locate import find_sglang
 from sm120tune.upstream.source import Kernels, load_kernels
+from sm120tune.upstream.values import Argument, launch_values
 
 ARCH = 80
 """A card without programmatic dependent launch: its instructions are nothing that the interpreter knows."""
@@ -131,7 +130,7 @@ class Layer:
             "num_valid_tokens": self.ids.numel(),
         }
         programs = -(-padded // tile.BLOCK_SIZE_M) * -(-weights.shape[1] // tile.BLOCK_SIZE_N)
-        launch(kernels.fused_moe, gemm_arguments(kernels.fused_moe, self.problem, variant, ARCH), dynamic, programs)
+        launch(kernels.fused_moe, gemm_arguments(kernels, self.problem, variant, ARCH), dynamic, programs)
 
     def activation(self, kernels: Kernels) -> None:
         block = self.up.BLOCK_SIZE_M if self.is_sorted else 0

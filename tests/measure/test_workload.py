@@ -36,7 +36,7 @@ def storages(workload: Workload, m: int) -> dict[int, int]:
     for index in range(workload.copies):
         call = workload.operands(m, index, 1)
         for tensor in (
-            call.hidden_states, call.w1, call.w2, call.gate_up_out, call.activated, call.down_out,
+            call.hidden.codes, call.w1.codes, call.w2.codes, call.gate_up_out, call.activated, call.down_out,
         ):  # fmt: skip
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
@@ -63,22 +63,22 @@ def test_every_call_of_every_tile_fits(problem: MoEProblem) -> None:
         assert call.gate_up_out.shape == (rows, 2 * problem.intermediate)
         assert call.activated.shape == (rows, problem.intermediate)
         assert call.down_out.shape == (m * problem.topk, problem.hidden)
-        assert call.hidden_states.shape == (m, problem.hidden)
+        assert call.hidden.codes.shape == (m, problem.hidden)
         assert call.route.ids.shape == call.route.weights.shape == (m, problem.topk)
 
 
 def test_weights_are_those_of_the_layer() -> None:
     call = make().operands(1, 0, 2)
-    assert call.w1.shape == (8, 64, 64)
-    assert call.w2.shape == (8, 64, 32)
-    assert call.w1.dtype is torch.bfloat16
-    assert make(replace(SMALL, dtype="fp16")).operands(1, 0, 2).w1.dtype is torch.float16
+    assert call.w1.codes.shape == (8, 64, 64)
+    assert call.w2.codes.shape == (8, 64, 32)
+    assert call.w1.codes.dtype is torch.bfloat16
+    assert make(replace(SMALL, dtype="fp16")).operands(1, 0, 2).w1.codes.dtype is torch.float16
 
 
 def test_copies_of_the_weights_differ_and_are_used_in_turn() -> None:
     workload = make(copies=3)
     calls = [workload.operands(4, index, 8) for index in range(6)]
-    for weights in ([call.w1 for call in calls], [call.w2 for call in calls]):
+    for weights in ([call.w1.codes for call in calls], [call.w2.codes for call in calls]):
         assert len({tensor.data_ptr() for tensor in weights}) == 3
         assert weights[0].data_ptr() == weights[3].data_ptr()
         assert not torch.equal(weights[0], weights[1])
@@ -87,9 +87,9 @@ def test_copies_of_the_weights_differ_and_are_used_in_turn() -> None:
 def test_values_neither_grow_nor_vanish_along_the_layer() -> None:
     for problem in (SMALL, replace(SMALL, hidden=1024), replace(SMALL, intermediate=512)):
         call = make(problem, max_m=64).fresh(64, 128, 5)
-        gate_up = call.hidden_states.float() @ call.w1[0].float().T
+        gate_up = call.hidden.codes.float() @ call.w1.codes[0].float().T
         assert 0.5 < float(gate_up.std()) < 2
-        down = torch.randn(64, problem.intermediate) @ call.w2[0].float().T
+        down = torch.randn(64, problem.intermediate) @ call.w2.codes[0].float().T
         assert 0.5 < float(down.std()) < 2
 
 
@@ -153,9 +153,10 @@ def test_the_seed_decides_everything() -> None:
     one, same, other = make(seed=3), make(seed=3), make(seed=4)
     for index in range(2):
         calls = [workload.operands(8, index, 16) for workload in (one, same, other)]
-        for name in ("w1", "w2", "hidden_states"):
-            assert torch.equal(getattr(calls[0], name), getattr(calls[1], name))
-            assert not torch.equal(getattr(calls[0], name), getattr(calls[2], name))
+        for name in ("w1", "w2", "hidden"):
+            one_codes, same_codes, other_codes = (getattr(call, name).codes for call in calls)
+            assert torch.equal(one_codes, same_codes)
+            assert not torch.equal(one_codes, other_codes)
         assert torch.equal(calls[0].route.ids, calls[1].route.ids)
         assert not torch.equal(calls[0].route.ids, calls[2].route.ids)
 
@@ -176,18 +177,18 @@ def test_alignments_belong_to_their_routing_and_are_made_once() -> None:
 def test_fresh_data_is_new_and_unwritten_outputs_show() -> None:
     workload = make()
     timed = workload.operands(MAX_M, 0, 80)
-    hidden = timed.hidden_states.clone()
+    hidden = timed.hidden.codes.clone()
     fresh = workload.fresh(MAX_M, 80, seed=11)
     other = workload.fresh(MAX_M, 80, seed=12)
     for output in (other.gate_up_out, other.activated, other.down_out):
         assert bool(output.isnan().all())
-    assert not torch.equal(fresh.hidden_states, hidden)
-    assert not torch.equal(fresh.hidden_states, other.hidden_states)
+    assert not torch.equal(fresh.hidden.codes, hidden)
+    assert not torch.equal(fresh.hidden.codes, other.hidden.codes)
     assert not torch.equal(fresh.route.ids, other.route.ids)
     assert torch.equal(fresh.route.ids, torch.from_numpy(topk_ids(SMALL, MAX_M, UNIFORM, 11)))
     assert torch.equal(fresh.route.weights, torch.from_numpy(topk_weights(SMALL, MAX_M, UNIFORM, 11)))
     # The inputs that are timed stay what they were.
-    assert torch.equal(workload.operands(MAX_M, 0, 80).hidden_states, hidden)
+    assert torch.equal(workload.operands(MAX_M, 0, 80).hidden.codes, hidden)
 
 
 def test_after_a_check_no_nan_is_timed() -> None:
@@ -211,11 +212,11 @@ def test_a_right_chain_passes_and_a_forgotten_row_does_not() -> None:
     call = workload.fresh(MAX_M, MAX_M * 3, seed=5)
     for token, choice in itertools.product(range(MAX_M), range(3)):
         row, expert = token * 3 + choice, int(call.route.ids[token, choice])
-        gate, up = (call.hidden_states[token].float() @ call.w1[expert].float().T).bfloat16().float().chunk(2)
+        gate, up = (call.hidden.codes[token].float() @ call.w1.codes[expert].float().T).bfloat16().float().chunk(2)
         call.activated[row] = torch.nn.functional.silu(gate) * up
-        down = call.activated[row].float() @ call.w2[expert].float().T
+        down = call.activated[row].float() @ call.w2.codes[expert].float().T
         call.down_out[row] = down * call.route.weights[token, choice]
-    expected = reference_moe(call.hidden_states, call.w1, call.w2, call.route.weights, call.route.ids)
+    expected = reference_moe(call.hidden.codes, call.w1.codes, call.w2.codes, call.route.weights, call.route.ids)
 
     def error() -> object:
         return measure_error(call.down_out.view(MAX_M, 3, -1).float().sum(dim=1), expected)

@@ -27,20 +27,15 @@ from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.tiles import Tile
 from sm120tune.upstream import find_sglang
 from sm120tune.upstream.arguments import (
-    Constant,
-    Descriptor,
-    Dynamic,
-    Pointer,
-    Scalar,
     Variant,
     activation_arguments,
     gemm_arguments,
     intermediate_rows,
     launch_flags,
-    launch_values,
     variant_for,
 )
 from sm120tune.upstream.source import load_kernels
+from sm120tune.upstream.values import Constant, Descriptor, Dynamic, Pointer, Scalar, launch_values
 
 LAUNCH_OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
@@ -208,7 +203,7 @@ def test_gemm_arguments_are_those_of_sglang(sglang_trees: Trees, release: str, g
             _, theirs, options = case.upstream_gemm(gemm, tile, is_sorted)
             flags = launch_flags(kernel, 120)
             variant = variant_for(problem, gemm, tile, m=m, sorted_intermediate=is_sorted, pdl=flags.pdl)
-            ours = gemm_arguments(kernel, problem, variant, 120)
+            ours = gemm_arguments(case.kernels, problem, variant, 120)
             dynamic = {"EM": case.alignment.sorted_token_ids.shape[0], "num_valid_tokens": case.ids.numel()}
             assert list(ours) == list(theirs)
             for name in theirs:
@@ -222,7 +217,7 @@ def test_up_tma_makes_b_alone_a_descriptor(sglang_trees: Trees, release: str) ->
     case = Case(release, sglang_trees[release], PLAIN, m=7, block_m=16)
     tile = Tile(16, 32, 32, 1, USE_TMA=True)
     _, theirs, _ = case.upstream_gemm(Gemm.GATE_UP, tile, is_sorted=False)
-    ours = gemm_arguments(case.kernels.fused_moe, PLAIN, Variant(Gemm.GATE_UP, tile, gdc_early=True), 120)
+    ours = gemm_arguments(case.kernels, PLAIN, Variant(Gemm.GATE_UP, tile, gdc_early=True), 120)
     assert theirs["a_desc"] is None
     assert isinstance(ours["b_desc"], Descriptor)
     for name in theirs:
@@ -235,7 +230,7 @@ def test_pdl_is_off_on_older_cards(sglang_trees: Trees) -> None:
     _, theirs, options = case.upstream_gemm(Gemm.GATE_UP, tile, is_sorted=False)
     kernel = case.kernels.fused_moe
     assert not launch_flags(kernel, 89).pdl
-    ours = gemm_arguments(kernel, PLAIN, Variant(Gemm.GATE_UP, tile), 89)
+    ours = gemm_arguments(case.kernels, PLAIN, Variant(Gemm.GATE_UP, tile), 89)
     assert (ours["USE_GDC"], ours["GDC_EARLY"]) == (Constant(False), Constant(False))
     assert (theirs["USE_GDC"], theirs["GDC_EARLY"]) == (False, False)
     assert "launch_pdl" not in options
@@ -260,9 +255,10 @@ def test_activation_arguments_are_those_of_sglang(
 
 def test_launch_values_come_by_name(sglang_trees: Trees) -> None:
     """The order of the kernel's parameters decides, whatever the order of what the launcher knows."""
-    kernel = load_kernels(find_sglang(sglang_trees["0.5.23"])).fused_moe
+    kernels = load_kernels(find_sglang(sglang_trees["0.5.23"]))
+    kernel = kernels.fused_moe
     tile = Tile(16, 32, 24, 1, USE_TMA=True)
-    arguments = gemm_arguments(kernel, PLAIN, Variant(Gemm.DOWN, tile, sorted_intermediate=True), 120)
+    arguments = gemm_arguments(kernels, PLAIN, Variant(Gemm.DOWN, tile, sorted_intermediate=True), 120)
     pointers = [name for name, argument in arguments.items() if isinstance(argument, Pointer)]
     dynamic = {name: f"<{name}>" for name in ["num_valid_tokens", "EM", *reversed(pointers)]}
     values = launch_values(arguments, dynamic, lambda tensor, block: ("descriptor", tensor, block))

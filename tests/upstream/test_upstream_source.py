@@ -13,8 +13,9 @@ from wheels import Trees
 from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.tiles import Tile
 from sm120tune.upstream import UpstreamError, find_sglang
-from sm120tune.upstream.arguments import Constant, Variant, activation_arguments, gemm_arguments
+from sm120tune.upstream.arguments import Variant, activation_arguments, gemm_arguments
 from sm120tune.upstream.source import Kernels, load_kernels
+from sm120tune.upstream.values import Constant
 
 PROBLEM = MoEProblem(experts=8, intermediate=64, hidden=96, topk=2, router_experts=8)
 VARIANT = Variant(Gemm.GATE_UP, Tile(16, 32, 64, 1))
@@ -87,7 +88,7 @@ def test_every_parameter_is_bound(sglang_trees: Trees, release: str) -> None:
     tma = Tile(16, 32, 64, 1, USE_TMA=True)
     for arch in (80, 90, 120):
         for variant in (VARIANT, Variant(Gemm.DOWN, tma, sorted_intermediate=True, gdc_early=True)):
-            bound = gemm_arguments(kernels.fused_moe, PROBLEM, variant, arch)
+            bound = gemm_arguments(kernels, PROBLEM, variant, arch)
             assert list(bound) == [argument.arg for argument in named["fused_moe_kernel"].args.args]
     for is_sorted in (False, True):
         bound = activation_arguments(kernels.act_and_mul, PROBLEM, 16, is_sorted)
@@ -100,7 +101,7 @@ def test_an_unknown_parameter_is_an_error_that_names_it(sglang_trees: Trees, tmp
     kernels = load_copy(sglang_trees[release], tmp_path, new, release=release)
     assert "flux_capacitor" in kernels.fused_moe.arg_names
     with pytest.raises(UpstreamError, match="fused_moe_kernel has a parameter 'flux_capacitor'"):
-        gemm_arguments(kernels.fused_moe, PROBLEM, VARIANT, 120)
+        gemm_arguments(kernels, PROBLEM, VARIANT, 120)
 
 
 def test_an_unknown_parameter_of_the_activation(sglang_trees: Trees, tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_an_unknown_parameter_of_the_activation(sglang_trees: Trees, tmp_path: P
 def test_an_unknown_parameter_with_a_default_keeps_it(sglang_trees: Trees, tmp_path: Path) -> None:
     new = (LAST_PARAMETER, LAST_PARAMETER + "    FLUX: tl.constexpr = 88,\n")
     kernels = load_copy(sglang_trees["0.5.23"], tmp_path, new)
-    bound = gemm_arguments(kernels.fused_moe, PROBLEM, VARIANT, 120)
+    bound = gemm_arguments(kernels, PROBLEM, VARIANT, 120)
     assert bound["FLUX"] == Constant(88)
     assert list(bound) == kernels.fused_moe.arg_names
 
@@ -148,7 +149,7 @@ def test_helpers_that_the_kernels_call_come_along(sglang_trees: Trees, tmp_path:
     plain = load_copy(sglang_trees["0.5.23"], tmp_path / "plain")
     names = set(plain.fused_moe.fn.__globals__)
     assert {"write_zeros_to_output", "_apply_activation", "tanh", "tl"} <= names
-    assert not names & {"torch", "fused_moe_kernel_gptq_awq", "invoke_fused_moe_kernel", "_is_hip"}
+    assert not names & {"torch", "invoke_fused_moe_kernel", "_is_hip", "should_enable_swap_ab"}
 
 
 def test_source_hash_belongs_to_the_kernels(sglang_trees: Trees, tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ class ConfigName:
             return None
         return MoEProblem(
             experts=self.experts,
-            intermediate=self.intermediate,
+            # The name counts bytes, each of which holds two int4 weights.
+            intermediate=self.intermediate * 2 if dtype == "int4_w4a16" else self.intermediate,
             hidden=ASSUMED_HIDDEN,
             topk=ASSUMED_TOPK,
             router_experts=self.experts,

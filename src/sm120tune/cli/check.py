@@ -20,13 +20,28 @@ from sm120tune.check.resources import COMPILED_DTYPES, Resources
 from sm120tune.check.rules import rules_of
 from sm120tune.check.server import Server, check_server
 from sm120tune.check.view import ServerView
+from sm120tune.cli.model import given_model, model_lines, model_options
+from sm120tune.cli.options import block_shape
 from sm120tune.devices import DeviceSpec, find_device, known_devices
 from sm120tune.errors import UserError
+from sm120tune.models import MoEModel
 from sm120tune.problem import MoEProblem
 from sm120tune.resolve import CardRequest, resolve_card
 from sm120tune.upstream import SGLangTree, UpstreamError, find_sglang
 
-_NUMBERS = ("experts", "inter", "hidden", "topk", "tp", "ep", "dtype", "shared_experts", "block_shape", "per_channel")
+_NUMBERS = (
+    "model",
+    "experts",
+    "inter",
+    "hidden",
+    "topk",
+    "tp",
+    "ep",
+    "dtype",
+    "shared_experts",
+    "block_shape",
+    "per_channel",
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,8 @@ class CheckOptions:
     """The options of the command, as click parsed them."""
 
     paths: tuple[Path, ...]
+    model: str | None
+    force: bool
     experts: int | None
     tp: int | None
     ep: int | None
@@ -54,6 +71,7 @@ class CheckOptions:
 
 @click.command("check", context_settings={"show_default": True})
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[FILE|FOLDER]...")
+@model_options
 @click.option("--experts", type=int, help="Routed experts of the model: check what a server of it would run.")
 @click.option("--tp", type=int, help="Tensor parallel size.  [default: 1]")
 @click.option("--ep", type=int, help="Expert parallel size.  [default: 1]")
@@ -91,10 +109,11 @@ def _check(options: CheckOptions) -> int:
         raise UserError(f"{numbers[0]} and {options.paths[0]}: give either a layer's numbers or files, not both")
     if options.all_cards and (numbers or options.device is not None):
         raise UserError("--all-cards checks files of every card; leave out --device and the layer's numbers")
+    model = given_model(options.model, force=options.force)
     tree = _tree(options.sglang, needed=not options.paths)
     resources = Resources(tree, options.workers or os.cpu_count() or 1)
     try:
-        report = _report(options, tree, resources, numbers=bool(numbers))
+        report = _report(options, model, tree, resources, numbers=bool(numbers))
     finally:
         resources.stop()
     if options.as_json:
@@ -112,7 +131,9 @@ def _given(value: object) -> bool:
     return value is not None and value is not False
 
 
-def _report(options: CheckOptions, tree: SGLangTree | None, resources: Resources, *, numbers: bool) -> Report:
+def _report(
+    options: CheckOptions, model: MoEModel | None, tree: SGLangTree | None, resources: Resources, *, numbers: bool
+) -> Report:
     rules = rules_of(tree)
     device = find_device(options.device) if options.device is not None else None
     context = Context(
@@ -120,13 +141,13 @@ def _report(options: CheckOptions, tree: SGLangTree | None, resources: Resources
     )
     if numbers:
         assert tree is not None
-        return check_server(_server(options, tree), replace(context, device=None))
+        return check_server(_server(options, model, tree), replace(context, device=None))
     if options.paths:
         return check_files(sources_of(options.paths), context)
     assert tree is not None
     if device is None and not options.all_cards:
         raise UserError(
-            "nothing to check: give files, a layer's numbers (--experts, --inter), or --sglang and --device"
+            "nothing to check: give files, a --model, a layer's numbers (--experts, --inter), or --sglang and --device"
         )
     cards = [device] if device is not None else known_devices()
     sources = tree_sources(tree.configs_dir, (card.file_name for card in cards))
@@ -147,10 +168,10 @@ def _tree(path: Path | None, *, needed: bool) -> SGLangTree | None:
         return None
 
 
-def _server(options: CheckOptions, tree: SGLangTree) -> Server:
+def _server(options: CheckOptions, model: MoEModel | None, tree: SGLangTree) -> Server:
     import triton
 
-    problem = _problem(options)
+    problem = _problem(options, model)
     card: DeviceSpec
     if options.device is not None:
         card = find_device(options.device)
@@ -160,13 +181,22 @@ def _server(options: CheckOptions, tree: SGLangTree) -> Server:
     return Server(problem, card, tree, Path(folder) if folder else None, triton.__version__)
 
 
-def _problem(options: CheckOptions) -> MoEProblem:
+def _problem(options: CheckOptions, model: MoEModel | None) -> MoEProblem:
+    if model is not None:
+        problem = model.problem(tp=_or(options.tp, 1), ep=_or(options.ep, 1))
+        for line in model_lines(model):
+            _tell(line)
+        return problem
     if options.experts is None or options.inter is None:
         missing = "--experts" if options.experts is None else "--inter"
-        raise UserError(f"missing {missing}; the least is for example: --experts 256 --tp 8 --inter 2048")
+        raise UserError(f"missing {missing}; for example: --experts 256 --tp 8 --inter 2048, or --model GLM-5 --tp 8")
     dtype = options.dtype or "bf16"
     if dtype not in (*COMPILED_DTYPES, *QUANTIZED):
         raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join((*COMPILED_DTYPES, *QUANTIZED))}")
+    quantized = {"fp8_w8a8", "int8_w8a8"}
+    if dtype not in quantized and (options.block_shape or options.per_channel):
+        given = "--block-shape" if options.block_shape else "--per-channel"
+        raise UserError(f"{given} with --dtype {dtype}: only fp8_w8a8 and int8_w8a8 files have it; drop one of the two")
     problem = MoEProblem.from_parallelism(
         experts=options.experts,
         tp=_or(options.tp, 1),
@@ -175,27 +205,15 @@ def _problem(options: CheckOptions) -> MoEProblem:
         hidden=_or(options.hidden, ASSUMED_HIDDEN),
         topk=_or(options.topk, ASSUMED_TOPK),
         shared_experts=_or(options.shared_experts, 0),
+        dtype=dtype if dtype in quantized else "bf16",
+        block_shape=block_shape(options.block_shape),
+        per_channel_quant=options.per_channel,
     )
-    quantized = {"fp8_w8a8", "int8_w8a8"}
-    if dtype not in quantized and (options.block_shape or options.per_channel):
-        given = "--block-shape" if options.block_shape else "--per-channel"
-        raise UserError(f"{given} with --dtype {dtype}: only fp8_w8a8 and int8_w8a8 files have it; drop one of the two")
-    return replace(
-        problem, dtype=dtype, block_shape=_block_shape(options.block_shape), per_channel_quant=options.per_channel
-    )
+    return replace(problem, dtype=dtype)
 
 
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def _block_shape(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    parts = text.strip("[]").split(",")
-    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"--block-shape {text!r} is no pair of positive integers; write for example 128,128")
-    return (int(parts[0]), int(parts[1]))
 
 
 def _document(report: Report, tree: SGLangTree | None) -> dict[str, Any]:

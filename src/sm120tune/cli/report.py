@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ def show_assumptions(out: Console, hidden: bool, topk: bool, problem: MoEProblem
             f"hint: models whose shared expert SGLang fuses under plain TP (GLM-5, DeepSeek-V3) ask for "
             f"E={problem.experts + 1}; --shared-experts 1 makes that file"
         )
+
+
+def show_lines(out: Console, lines: Iterable[str]) -> None:
+    """Print lines as they are: a block shape in brackets is no markup."""
+    for line in lines:
+        out.print(line, markup=False)
 
 
 def show_job(out: Console, job: Job, output: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any, cast
 import click
 
 from sm120tune.cli import report
+from sm120tune.cli.model import given_model, model_lines, model_options, require_tunable
+from sm120tune.cli.options import quantization_options, scale_shape
 from sm120tune.cli.progress import make_observer
 from sm120tune.devices import busy_reason, find_device
 from sm120tune.errors import UserError
@@ -19,8 +21,8 @@ from sm120tune.job import Settings
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.routing import parse_routing
 from sm120tune.measure.table import Table, read_table
+from sm120tune.models import MoEModel
 from sm120tune.problem import DEFAULT_BATCH_SIZES, MoEProblem, check_batch_sizes
-from sm120tune.quantization import DTYPES
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.tune import RunOptions, tune
 
@@ -33,6 +35,8 @@ DEFAULT_TRIALS = {"cuda": 36, "model": 20, "replay": 36}
 class TuneOptions:
     """The options of the command, as click parsed them."""
 
+    model: str | None
+    force: bool
     experts: int | None
     tp: int
     ep: int
@@ -40,6 +44,10 @@ class TuneOptions:
     hidden: int | None
     topk: int | None
     dtype: str
+    block_shape: str | None
+    per_channel: bool
+    group_size: int | None
+    zero_points: bool
     shared_experts: int
     batch_sizes: tuple[int, ...]
     device: str | None
@@ -74,13 +82,14 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 
 
 @click.command("tune", context_settings={"show_default": True})
-@click.option("--experts", type=int, help="Routed experts of the model, all ranks together.  [required]")
+@model_options
+@click.option("--experts", type=int, help="Routed experts of the model, all ranks together.  [this or --model]")
 @click.option("--tp", type=int, default=1, help="Tensor parallel size.")
 @click.option("--ep", type=int, default=1, help="Expert parallel size; tp must be divisible by it.")
-@click.option("--inter", type=int, help="moe_intermediate_size of the model, before any split.  [required]")
+@click.option("--inter", type=int, help="moe_intermediate_size of the model, before any split.  [this or --model]")
 @click.option("--hidden", type=int, help=f"Hidden size.  [default: {DEFAULT_HIDDEN}, GLM-5's]")
 @click.option("--topk", type=int, help=f"Experts per token.  [default: {DEFAULT_TOPK}, GLM-5's]")
-@click.option("--dtype", default="bf16", help=f"One of {', '.join(DTYPES)}.")
+@quantization_options
 @click.option(
     "--shared-experts", type=int, default=0, help="Shared experts fused into the routed ones: E+1, topk+1 each."
 )
@@ -137,11 +146,12 @@ def _tune(options: TuneOptions, began: float) -> int:
     _check_numbers(options)
     console = report.console(quiet=options.quiet)
     table = _table(options)
+    model = given_model(options.model, force=options.force)
     if table is not None:
         card = Card(find_device(table.device_name), (), "replay")
         problem, sizes, routing = table.problem, table.sizes, parse_routing(table.routing)
     else:
-        problem, sizes, routing = _problem(options), options.batch_sizes, parse_routing(options.routing)
+        problem, sizes, routing = _problem(options, model), options.batch_sizes, parse_routing(options.routing)
         timer = cast("TimerName | None", options.timer)
         card = resolve_card(CardRequest(options.device, options.device_spec, options.gpus, timer))
     settings = Settings(
@@ -153,7 +163,9 @@ def _tune(options: TuneOptions, began: float) -> int:
     )
     request = JobRequest(problem, sizes, routing, settings, options.sglang, options.output, table)
     job = resolve_job(request, card)
-    if table is None:
+    if model is not None:
+        report.show_lines(console, model_lines(model))
+    elif table is None:
         report.show_assumptions(console, options.hidden is None, options.topk is None, problem, options.ep)
     report.show_job(console, job, options.output)
     _warn_if_busy(card)
@@ -180,15 +192,20 @@ def _table(options: TuneOptions) -> Table | None:
         return None
     if not file:
         raise UserError("--timer replay needs a file: --timer replay:bench/tables/….parquet")
-    if options.experts is not None or options.inter is not None or options.device is not None:
-        raise UserError("--timer replay:FILE brings problem and card; leave out --experts, --inter and --device")
+    if any(value is not None for value in (options.model, options.experts, options.inter, options.device)):
+        raise UserError(
+            "--timer replay:FILE brings problem and card; leave out --model, --experts, --inter and --device"
+        )
     return read_table(Path(file))
 
 
-def _problem(options: TuneOptions) -> MoEProblem:
+def _problem(options: TuneOptions, model: MoEModel | None) -> MoEProblem:
+    if model is not None:
+        require_tunable(model)
+        return model.problem(tp=options.tp, ep=options.ep)
     if options.experts is None or options.inter is None:
         missing = "--experts" if options.experts is None else "--inter"
-        raise UserError(f"missing {missing}; the least is for example: --experts 256 --tp 8 --inter 2048")
+        raise UserError(f"missing {missing}; for example: --experts 256 --tp 8 --inter 2048, or --model GLM-5 --tp 8")
     return MoEProblem.from_parallelism(
         experts=options.experts,
         tp=options.tp,
@@ -198,6 +215,9 @@ def _problem(options: TuneOptions) -> MoEProblem:
         topk=options.topk if options.topk is not None else DEFAULT_TOPK,
         dtype=options.dtype,
         shared_experts=options.shared_experts,
+        block_shape=scale_shape(options.block_shape, options.group_size),
+        per_channel_quant=options.per_channel,
+        zero_points=options.zero_points,
     )
 
 

@@ -1,0 +1,73 @@
+"""The ``--model`` option, which tune and check share: what it excludes, and when it ends a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from sm120tune.errors import UserError
+from sm120tune.models import MoEModel, load_model
+from sm120tune.quantization import DTYPES
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_BROUGHT = (
+    "experts", "inter", "hidden", "topk", "dtype", "shared_experts", "block_shape", "per_channel", "group_size",
+    "zero_points",
+)  # fmt: skip
+"""Options whose values a model brings itself."""
+
+
+def model_options(command: _F) -> _F:
+    """Add ``--model`` and ``--force``."""
+    model = click.option(
+        "--model",
+        metavar="SOURCE",
+        help="Checkpoint instead of the numbers: its folder, its config.json, or a preset such as GLM-5.  "
+        "[this or the numbers]",
+    )
+    force = click.option(
+        "--force", is_flag=True, help="Go on with a --model whose experts SGLang runs without this kernel."
+    )
+    return model(force(command))
+
+
+def given_model(source: str | None, *, force: bool) -> MoEModel | None:
+    """Load what ``--model`` names; raises UserError for numbers beside it and for experts that run elsewhere."""
+    if source is None:
+        if force:
+            raise UserError("--force is about the experts of a --model; give one or drop --force")
+        return None
+    context = click.get_current_context()
+    for name in _BROUGHT:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise UserError(f"--model brings its own --{name.replace('_', '-')}; drop one of the two")
+    model = load_model(source)
+    if model.served_elsewhere is not None and not force:
+        raise UserError(
+            f"{model.name}: SGLang runs these experts in {model.served_elsewhere}; a file for its Triton kernel "
+            "changes nothing. --force goes on, for a server that is told to use the Triton kernel"
+        )
+    return model
+
+
+def require_tunable(model: MoEModel) -> None:
+    """Raise UserError for experts that cannot be tuned yet."""
+    if not model.gated:
+        raise UserError(f"{model.name}: its experts have no gate projection; only gated experts can be tuned so far")
+    if model.dtype not in DTYPES:
+        raise UserError(
+            f"{model.name}: its experts are {model.dtype}, which cannot be tuned yet ({', '.join(DTYPES)} can); "
+            "the check command takes it"
+        )
+
+
+def model_lines(model: MoEModel) -> list[str]:
+    """Return what a run says about its model, before any work."""
+    lines = [f"model: {model}", *(f"note: {note}" for note in model.notes)]
+    if model.served_elsewhere is not None:
+        lines.append(f"note: forced; by default SGLang runs these experts in {model.served_elsewhere}")
+    return lines
