@@ -20,12 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from sm120tune.compiler.cache import CompileCache
-from sm120tune.job import Settings
+from sm120tune.job import Job, Settings
 from sm120tune.measure.gpu_lane import GpuLane
 from sm120tune.measure.replay import best_pair
 from sm120tune.measure.results import RaceRequest
@@ -88,41 +90,54 @@ def repeatability(table: Table) -> float:
     return math.exp(statistics.fmean(statistics.median(values) for values in off.values()))
 
 
+@contextmanager
+def lane_for(record: FileProvenance, sglang: Path | None) -> Iterator[tuple[Job, GpuLane]]:
+    """Open a GPU's lane with the problem of a finished run, on data of its own."""
+    sizes = tuple(row.m for row in record.rows)
+    card = resolve_card(CardRequest(None, None, None, "cuda"))
+    settings = Settings(trials=1, exhaustive=False, budget_s=None, seed=4711)
+    routing = parse_routing(record.rows[0].routing)
+    job = resolve_job(JobRequest(record.problem, sizes, routing, settings, sglang, Path("none")), card)
+    with tempfile.TemporaryDirectory() as folder:
+        lane = GpuLane("GPU", worker_setup(job, job.gpus[0], CompileCache(Path(folder))), print)
+        try:
+            lane.prepare().result()
+            yield job, lane
+        finally:
+            lane.stop()
+
+
 def remeasure(record: FileProvenance, table: Table | None, sglang: Path | None) -> list[dict[str, Any]]:
     """Time rows again beside today's pair and the table's best; a row is slower by the project's own definition."""
     recorded = sorted({row.m for row in table.rows}) if table else []
     best = {m: best_pair(table, m)[1] for m in recorded} if table else {}
     single = {m: best_single(table, m) for m in recorded} if table else {}
-    rows = [row for row in record.rows if row.today is not None]
-    sizes = tuple(row.m for row in rows)
-    card = resolve_card(CardRequest(None, None, None, "cuda"))
-    settings = Settings(trials=1, exhaustive=False, budget_s=None, seed=4711)
-    routing = parse_routing(rows[0].routing)
-    job = resolve_job(JobRequest(record.problem, sizes, routing, settings, sglang, Path("none")), card)
     found = []
-    with tempfile.TemporaryDirectory() as folder:
-        lane = GpuLane("GPU", worker_setup(job, job.gpus[0], CompileCache(Path(folder))), print)
-        try:
-            lane.prepare().result()
-            for row in rows:
-                assert row.today is not None
-                others = {"today": row.today}
-                if row.m in best:
-                    others |= {"best": best[row.m], "single": single[row.m]}
-                samples: dict[TilePair, list[float]] = {pair: [] for pair in (row.chosen, *others.values())}
-                for _ in range(REPEATS):
-                    lanes = lane.race(RaceRequest(row.m, tuple(samples), ROUNDS)).result()
-                    assert isinstance(lanes, list), lanes
-                    for one in lanes:
-                        samples[one.pair] += one.samples_us
-                one_row: dict[str, Any] = {"m": row.m, "tuned": row.status is RowStatus.TUNED}
-                for name, other in others.items():
-                    ratio = compare(samples[row.chosen], samples[other])
-                    one_row[name] = {"ratio": ratio.middle, "low": ratio.low, "slower": ratio.slower}
-                found.append(one_row)
-        finally:
-            lane.stop()
+    with lane_for(record, sglang) as (_, lane):
+        for row in record.rows:
+            if row.today is None:
+                continue
+            others = {"today": row.today}
+            if row.m in best:
+                others |= {"best": best[row.m], "single": single[row.m]}
+            samples = repeated_race(lane, row.m, (row.chosen, *others.values()))
+            one_row: dict[str, Any] = {"m": row.m, "tuned": row.status is RowStatus.TUNED}
+            for name, other in others.items():
+                ratio = compare(samples[row.chosen], samples[other])
+                one_row[name] = {"ratio": ratio.middle, "low": ratio.low, "slower": ratio.slower}
+            found.append(one_row)
     return found
+
+
+def repeated_race(lane: GpuLane, m: int, pairs: Iterable[TilePair]) -> dict[TilePair, list[float]]:
+    """Return every pair's samples over three interleaved repeats."""
+    samples: dict[TilePair, list[float]] = {pair: [] for pair in pairs}
+    for _ in range(REPEATS):
+        lanes = lane.race(RaceRequest(m, tuple(samples), ROUNDS)).result()
+        assert isinstance(lanes, list), lanes
+        for one in lanes:
+            samples[one.pair] += one.samples_us
+    return samples
 
 
 def main() -> int:

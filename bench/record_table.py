@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sm120tune.cli.options import scale_shape
 from sm120tune.compiler.cache import CompileCache
 from sm120tune.compiler.facts import TileFacts
 from sm120tune.compiler.pool import CompilePool
@@ -182,6 +183,11 @@ def main() -> int:
     for name in ("--experts", "--inter", "--hidden", "--topk"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--shared-experts", type=int, default=0)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--block-shape", help="for example 128,128")
+    parser.add_argument("--per-channel", action="store_true")
+    parser.add_argument("--group-size", type=int)
     parser.add_argument("--gpus", default="0", help="one GPU")
     parser.add_argument("--sglang", type=Path)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
@@ -191,8 +197,10 @@ def main() -> int:
     args = parser.parse_args()
     begin = time.monotonic()
     problem = MoEProblem.from_parallelism(
-        experts=args.experts, tp=args.tp, inter=args.inter, hidden=args.hidden, topk=args.topk
-    )
+        experts=args.experts, tp=args.tp, inter=args.inter, hidden=args.hidden, topk=args.topk,
+        shared_experts=args.shared_experts, dtype=args.dtype, per_channel_quant=args.per_channel,
+        block_shape=scale_shape(args.block_shape, args.group_size),
+    )  # fmt: skip
     sizes = tuple(int(m) for m in args.sizes.split(","))
     settings = Settings(trials=1, exhaustive=True, budget_s=None, seed=0)
     card = resolve_card(CardRequest(None, None, args.gpus, "cuda"))

@@ -88,7 +88,9 @@ class SearchStep:
     def add_seeds(self, pairs: Iterable[TilePair]) -> None:
         """Queue pairs to try first: today's, shipped rows, neighbours' winners."""
         for pair in pairs:
-            seed = TilePair(self.space.canonical(pair.gate_up), self.space.canonical(pair.down))
+            # TMA is no part of the space: such a pair comes in without it, and may get it back in the race.
+            up, down = (replace(tile, USE_TMA=False) for tile in (pair.gate_up, pair.down))
+            seed = TilePair(self.space.canonical(up), self.space.canonical(down))
             if (
                 seed not in self._asked
                 and seed not in self._queue
