@@ -25,13 +25,14 @@ from sm120tune.search.step import SearchStep, StepSettings
 from sm120tune.seeds import Seeds
 from sm120tune.spread import spread
 from sm120tune.tiles import Tile, TilePair
+from sm120tune.tma import TMA_FINALISTS, tma_variants
 
 _DEPTH = 8
 """Pairs under way at one M, so that compilers and GPU both have work."""
-_ACTIVE = 3
+_ACTIVE = 4
 """Values of M that one lane searches at a time: while one waits for compilers another is timed."""
-_STOP_FACTOR = 1.5
-"""A tile slower than this times the best is timed once."""
+_STOP_FACTOR = 1.2
+"""A tile slower than this times the best is not timed to the end: two replays tell enough."""
 NEIGHBOUR_SEEDS = 6
 EXCHANGE_PAIRS = 8
 EXCHANGE_NEIGHBOURS = 4
@@ -86,6 +87,11 @@ class Hunt:
         async def last(m: int, lane: Timer) -> None:
             await follow(m, lane)
             if not self._budget.limited:
+                # What the race will want to try with TMA compiles while the GPU is busy with the exchange.
+                for pair in self.steps[m].board.best_pairs(TMA_FINALISTS):
+                    for variant in tma_variants(self._job, pair):
+                        for spec in self._job.chain_specs(m, variant):
+                            self._pool.submit(spec)
                 await self._exchange(m, lane)
                 await finish(m, lane)
 

@@ -27,13 +27,11 @@ from sm120tune.search.race import (
 )
 from sm120tune.search.step import SearchStep
 from sm120tune.tiles import TilePair
-from sm120tune.tma import tma_variants
+from sm120tune.tma import TMA_FINALISTS, tma_variants
 from sm120tune.upstream.lookup import Today
 
 FINALISTS = 5
 RACE_ROUNDS = 9
-_TMA_FINALISTS = 2
-"""Of the finalists, those that also race with TMA."""
 
 
 @dataclass
@@ -87,7 +85,7 @@ class Settler:
             final.today_problem = await why_not_runnable(self._job, self._pool, m, final.today.pair) or ""
             final.runnable_today = None if final.today_problem else final.today.pair
         finalists = [pair for pair in self._steps[m].board.best_pairs(FINALISTS) if pair != final.today.pair]
-        for leader in finalists[:_TMA_FINALISTS]:
+        for leader in finalists[:TMA_FINALISTS]:
             finalists += [pair for pair in tma_variants(self._job, leader) if pair != final.today.pair]
         runnable: list[TilePair] = []
         for pair in finalists:

@@ -9,6 +9,9 @@ from sm120tune.problem import Gemm
 from sm120tune.quantization import Granularity
 from sm120tune.tiles import Tile, TilePair
 
+TMA_FINALISTS = 2
+"""Of the finalists, those that also race with TMA."""
+
 _LEAST_ARCH = 90
 _ROW_MULTIPLE = 16
 """Bytes that the stride of a descriptor's row has to be a multiple of."""
