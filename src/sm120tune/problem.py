@@ -114,8 +114,8 @@ class MoEProblem:
             )
         intermediate = inter // moe_tp
         if block_shape is not None:
-            _check_groups(block_shape[1], hidden, intermediate)
             _check_block_shape(block_shape, intermediate, moe_tp, f"--inter {inter} at tp {tp} / ep {ep}")
+            _check_groups(block_shape[1], hidden, intermediate)
         return cls(
             experts=experts // ep + shared_experts,
             intermediate=intermediate,

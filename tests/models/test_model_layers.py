@@ -30,7 +30,8 @@ def test_the_layer_of_one_gpu(name: str, tp: int, ep: int) -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_quantization_blocks(name: str) -> None:
     problem = load(name).problem()
-    assert problem.block_shape == ((128, 128) if problem.dtype == "fp8_w8a8" else None)
+    blocks = {"fp8_w8a8": (128, 128), "int4_w4a16": (0, 32)}
+    assert problem.block_shape == blocks.get(problem.dtype)
     assert not problem.per_channel_quant
 
 
@@ -109,14 +110,16 @@ def test_blocks_that_a_rank_cannot_hold(name: str, tp: int) -> None:
         model.problem(tp=tp)
 
 
-def test_without_a_split_only_n_counts() -> None:
-    """SGLang asks for a multiple of the block's k only where down is split by rows."""
-    numbers = {"experts": 8, "inter": 192, "hidden": 512, "topk": 2, "block_shape": (64, 128)}
+def test_blocks_have_to_divide_n() -> None:
+    """The loader asks for n, and for k where down is split by rows; the quantizer of activations for k always."""
+    numbers = {"experts": 8, "inter": 256, "hidden": 512, "topk": 2, "dtype": "fp8_w8a8", "block_shape": (64, 128)}
     assert MoEProblem.from_parallelism(tp=1, **numbers).block_shape == (64, 128)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="N=64, which is not divisible by 128"):
-        MoEProblem.from_parallelism(tp=3, **numbers)  # type: ignore[arg-type]
+        MoEProblem.from_parallelism(tp=4, **numbers)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="N 192 is not divisible by the quantization group of 128"):
+        MoEProblem.from_parallelism(tp=1, **numbers | {"inter": 192})  # type: ignore[arg-type]
     with pytest.raises(UserError, match="N=192, which is not divisible by 128"):
-        MoEProblem.from_parallelism(tp=1, **numbers | {"block_shape": (128, 64)})  # type: ignore[arg-type]
+        MoEProblem.from_parallelism(tp=1, **numbers | {"inter": 192, "block_shape": (128, 64)})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("tp", "ep", "words"), [(3, 1, "14336"), (4, 3, "--ep 3"), (16, 16, "--experts 8")])

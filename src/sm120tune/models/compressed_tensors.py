@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sm120tune.errors import UserError
-from sm120tune.models.expert_format import FP4, MARLIN, ExpertFormat, block_shape_of
+from sm120tune.models.expert_format import FP4, MARLIN, ExpertFormat, block_shape_of, group_shape_of
 
 
 def compressed_tensors_format(source: str, config: Mapping[str, Any], plain: str) -> ExpertFormat:
@@ -21,6 +21,8 @@ def compressed_tensors_format(source: str, config: Mapping[str, Any], plain: str
     if inputs is None and kind == "int" and strategy in ("channel", "group"):
         return ExpertFormat(
             "int4_w4a16" if bits == 4 else "int8_w8a16",
+            group_shape_of(source, weights.get("group_size")),
+            zero_points=weights.get("symmetric") is False,
             served_elsewhere=f"{MARLIN} (on SM100 the Triton kernel, when groups are of 32 or 128)",
         )
     if inputs is not None and kind == "float" and bits == 8 and strategy in ("tensor", "channel", "block"):

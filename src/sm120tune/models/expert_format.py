@@ -17,6 +17,7 @@ class ExpertFormat:
     dtype: str
     block_shape: tuple[int, int] | None = None
     per_channel_quant: bool = False
+    zero_points: bool = False
     served_elsewhere: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -28,3 +29,16 @@ def block_shape_of(source: str, value: object) -> tuple[int, int] | None:
     if isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
         return (value[0], value[1])
     raise UserError(f"{source}: the quantization block {value!r} is no pair of positive integers, as [128, 128] is")
+
+
+def group_shape_of(source: str, value: object, default: int | None = None) -> tuple[int, int] | None:
+    """Return SGLang's block shape ``(0, group)`` of a config's group size; -1 and None stand for no groups.
+
+    Raises UserError for anything but an integer.
+    """
+    size = default if value is None else value
+    if size is None or size == -1:
+        return None
+    if type(size) is int and size > 0:
+        return (0, size)
+    raise UserError(f"{source}: the group size {value!r} is no positive integer")

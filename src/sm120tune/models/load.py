@@ -44,6 +44,7 @@ def load_model(source: str) -> MoEModel:
         dtype=stored.dtype,
         block_shape=stored.block_shape,
         per_channel_quant=stored.per_channel_quant,
+        zero_points=stored.zero_points,
         gated=architecture.gated,
         activation=architecture.activation,
         served_elsewhere=elsewhere,

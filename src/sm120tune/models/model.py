@@ -27,6 +27,7 @@ class MoEModel:
     dtype: str
     block_shape: tuple[int, int] | None = None
     per_channel_quant: bool = False
+    zero_points: bool = False
     gated: bool = True
     """Whether an expert has a gate projection beside its up projection."""
     activation: str = "silu"
@@ -51,16 +52,18 @@ class MoEModel:
                 inter=self.inter,
                 hidden=self.hidden,
                 topk=self.topk,
+                dtype=self.dtype,
                 shared_experts=fused,
                 block_shape=self.block_shape,
                 per_channel_quant=self.per_channel_quant,
+                zero_points=self.zero_points,
             )
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None
         if ep > 1 and self.fused_under_ep:
             fused = self.fused_shared_experts
             problem = replace(problem, experts=problem.experts + fused, topk=problem.topk + fused, shared_experts=fused)
-        return replace(problem, dtype=self.dtype)
+        return problem
 
     def __str__(self) -> str:
         shape = f" {list(self.block_shape)}" if self.block_shape else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from sm120tune.errors import UserError
 from sm120tune.models.compressed_tensors import compressed_tensors_format
-from sm120tune.models.expert_format import FP4, MARLIN, ExpertFormat, block_shape_of
+from sm120tune.models.expert_format import FP4, MARLIN, ExpertFormat, block_shape_of, group_shape_of
 
 _ELSEWHERE = {
     "auto-round": MARLIN,
@@ -52,7 +52,14 @@ def expert_format(source: str, config: Mapping[str, Any], plain: str, *, fp4_exp
         # The dtype that --force tunes: that of the Triton kernel which --quantization moe_wna16 asks for.
         integer = method in ("auto-round", "awq", "awq_marlin", "gptq", "gptq_marlin")
         dtype = _INTEGER_BITS.get(str(config.get("bits", 4)), plain) if integer else plain
-        return ExpertFormat(dtype, served_elsewhere=_ELSEWHERE[method])
+        if dtype not in _INTEGER_BITS.values():
+            return ExpertFormat(dtype, served_elsewhere=_ELSEWHERE[method])
+        return ExpertFormat(
+            dtype,
+            group_shape_of(source, config.get("group_size"), default=128),
+            zero_points=config.get("zero_point") is True or config.get("sym") is False,
+            served_elsewhere=_ELSEWHERE[method],
+        )
     if method in _CHANNEL_WISE:
         return ExpertFormat(_CHANNEL_WISE[method], per_channel_quant=True)
     if method == "fp8":
