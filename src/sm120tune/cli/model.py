@@ -41,17 +41,27 @@ def given_model(source: str | None, *, force: bool) -> MoEModel | None:
         if force:
             raise UserError("--force is about the experts of a --model; give one or drop --force")
         return None
-    context = click.get_current_context()
-    for name in _BROUGHT:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UserError(f"--model brings its own --{name.replace('_', '-')}; drop one of the two")
+    check_no_numbers("--model")
     model = load_model(source)
+    check_served_here(model, force=force)
+    return model
+
+
+def check_no_numbers(source: str, *more: str) -> None:
+    """Raise UserError where a number stands beside what brings its own."""
+    context = click.get_current_context()
+    for name in (*_BROUGHT, *more):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise UserError(f"{source} brings its own --{name.replace('_', '-')}; drop one of the two")
+
+
+def check_served_here(model: MoEModel, *, force: bool) -> None:
+    """Raise UserError for experts that SGLang runs without its Triton kernel, unless forced."""
     if model.served_elsewhere is not None and not force:
         raise UserError(
             f"{model.name}: SGLang runs these experts in {model.served_elsewhere}; a file for its Triton kernel "
             "changes nothing. --force goes on, for a server that is told to use the Triton kernel"
         )
-    return model
 
 
 def require_tunable(model: MoEModel) -> None:

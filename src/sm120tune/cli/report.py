@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from sm120tune.job import Job
-from sm120tune.problem import MoEProblem
 from sm120tune.provenance import RowProvenance, RowStatus
 from sm120tune.search_space import count_tiles
 from sm120tune.tune import Outcome
@@ -32,21 +32,6 @@ def console(*, quiet: bool) -> Console:
     """Return the console on stderr; stdout is for ``--json`` alone."""
     width = None if sys.stderr.isatty() else _PIPED_WIDTH
     return Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, width=width)
-
-
-def show_assumptions(out: Console, hidden: bool, topk: bool, problem: MoEProblem, ep: int) -> None:
-    """Say which defaults stand for figures that were not given."""
-    if hidden:
-        out.print(f"assumed: --hidden {problem.hidden} (GLM-5's); give your model's hidden_size if it differs")
-    if topk:
-        out.print(
-            f"assumed: --topk {problem.routed_topk} (GLM-5's); give your model's num_experts_per_tok if it differs"
-        )
-    if ep == 1 and not problem.shared_experts:
-        out.print(
-            f"hint: models whose shared expert SGLang fuses under plain TP (GLM-5, DeepSeek-V3) ask for "
-            f"E={problem.experts + 1}; --shared-experts 1 makes that file"
-        )
 
 
 def show_lines(out: Console, lines: Iterable[str]) -> None:
@@ -181,6 +166,23 @@ def show_outcome(out: Console, job: Job, outcome: Outcome) -> None:
         )
     if outcome.result.missing:
         out.print(f"no pair runs at M={', '.join(map(str, outcome.result.missing))}")
+
+
+def show_summary(out: Console, outcomes: Iterable[tuple[Job, Outcome]]) -> None:
+    """Show one line for each layer of a run over several."""
+    table = Table(title="summary", title_justify="left", box=None, pad_edge=False)
+    for column in ("layer", "rows tuned", "their time over today's", "seconds", "file"):
+        table.add_column(column, no_wrap=True)
+    for job, outcome in outcomes:
+        ratios = [row.ratio for row in outcome.result.rows if row.status is RowStatus.TUNED and row.ratio is not None]
+        table.add_row(
+            str(job.problem),
+            f"{len(ratios)} of {len(job.batch_sizes)}",
+            f"{geometric_mean(ratios):.3f}" if ratios else "",
+            f"{outcome.seconds:.0f}",
+            outcome.written.up_path.name,
+        )
+    out.print(table)
 
 
 def outcome_json(job: Job, outcome: Outcome) -> dict[str, Any]:

@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 import click
 
 from sm120tune.cli import report
-from sm120tune.cli.model import given_model, model_lines, model_options, require_tunable
-from sm120tune.cli.options import quantization_options, scale_shape
+from sm120tune.cli.model import check_no_numbers, model_options
+from sm120tune.cli.options import quantization_options
 from sm120tune.cli.progress import make_observer
+from sm120tune.cli.targets import DEFAULT_HIDDEN, DEFAULT_TOPK, LayerOptions, Target, parse_tp, read_jobs
 from sm120tune.devices import busy_reason, find_device
 from sm120tune.errors import UserError
-from sm120tune.job import Settings
+from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.routing import parse_routing
 from sm120tune.measure.table import Table, read_table
-from sm120tune.models import MoEModel
-from sm120tune.problem import DEFAULT_BATCH_SIZES, MoEProblem, check_batch_sizes
+from sm120tune.problem import DEFAULT_BATCH_SIZES, check_batch_sizes
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
-from sm120tune.tune import RunOptions, tune
+from sm120tune.tune import Outcome, RunOptions, tune
 
-DEFAULT_HIDDEN = 6144
-DEFAULT_TOPK = 8
 DEFAULT_TRIALS = {"cuda": 36, "model": 20, "replay": 36}
 
 
@@ -35,20 +33,8 @@ DEFAULT_TRIALS = {"cuda": 36, "model": 20, "replay": 36}
 class TuneOptions:
     """The options of the command, as click parsed them."""
 
-    model: str | None
-    force: bool
-    experts: int | None
-    tp: int
-    ep: int
-    inter: int | None
-    hidden: int | None
-    topk: int | None
-    dtype: str
-    block_shape: str | None
-    per_channel: bool
-    group_size: int | None
-    zero_points: bool
-    shared_experts: int
+    layer: LayerOptions
+    jobs: Path | None
     batch_sizes: tuple[int, ...]
     device: str | None
     device_spec: Path | None
@@ -84,7 +70,10 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 @click.command("tune", context_settings={"show_default": True})
 @model_options
 @click.option("--experts", type=int, help="Routed experts of the model, all ranks together.  [this or --model]")
-@click.option("--tp", type=int, default=1, help="Tensor parallel size.")
+@click.option(
+    "--jobs", type=click.Path(path_type=Path), help="TOML file of many layers, one [[job]] each, instead of one layer."
+)
+@click.option("--tp", default="1", callback=parse_tp, help="Tensor parallel size; several with commas between.")
 @click.option("--ep", type=int, default=1, help="Expert parallel size; tp must be divisible by it.")
 @click.option("--inter", type=int, help="moe_intermediate_size of the model, before any split.  [this or --model]")
 @click.option("--hidden", type=int, help=f"Hidden size.  [default: {DEFAULT_HIDDEN}, GLM-5's]")
@@ -139,19 +128,21 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def tune_command(**options: Any) -> int:
     """Tune one MoE layer shape and write the pair of files that SGLang asks for."""
-    return _tune(TuneOptions(**options), began=click.get_current_context().find_object(float) or time.monotonic())
+    layer = LayerOptions(**{entry.name: options.pop(entry.name) for entry in fields(LayerOptions)})
+    return _tune(
+        TuneOptions(layer, **options), began=click.get_current_context().find_object(float) or time.monotonic()
+    )
 
 
 def _tune(options: TuneOptions, began: float) -> int:
     _check_numbers(options)
     console = report.console(quiet=options.quiet)
     table = _table(options)
-    model = given_model(options.model, force=options.force)
     if table is not None:
         card = Card(find_device(table.device_name), (), "replay")
-        problem, sizes, routing = table.problem, table.sizes, parse_routing(table.routing)
+        targets, sizes, routing = [Target(table.problem)], table.sizes, parse_routing(table.routing)
     else:
-        problem, sizes, routing = _problem(options, model), options.batch_sizes, parse_routing(options.routing)
+        targets, sizes, routing = _targets(options), options.batch_sizes, parse_routing(options.routing)
         timer = cast("TimerName | None", options.timer)
         card = resolve_card(CardRequest(options.device, options.device_spec, options.gpus, timer))
     settings = Settings(
@@ -161,27 +152,59 @@ def _tune(options: TuneOptions, began: float) -> int:
         seed=options.seed,
         fewest_keys=options.keys == "auto",
     )
-    request = JobRequest(problem, sizes, routing, settings, options.sglang, options.output, table)
-    job = resolve_job(request, card)
-    if model is not None:
-        report.show_lines(console, model_lines(model))
-    elif table is None:
-        report.show_assumptions(console, options.hidden is None, options.topk is None, problem, options.ep)
-    report.show_job(console, job, options.output)
+    jobs = [
+        resolve_job(JobRequest(one.problem, sizes, routing, settings, options.sglang, options.output, table), card)
+        for one in targets
+    ]
+    _check_file_names(jobs)
     _warn_if_busy(card)
-    if options.dry_run:
-        plan = report.plan(job, options.workers)
-        report.show_plan(console, plan)
-        if options.as_json:
-            print(json.dumps(plan.to_json(), indent=4))
-        return 0
-    run_options = RunOptions(options.output, options.fresh, options.replace, began, options.workers)
-    with make_observer(console, quiet=options.quiet) as observer:
-        outcome = tune(job, run_options, observer)
-    report.show_outcome(console, job, outcome)
+    documents: list[dict[str, Any]] = []
+    outcomes: list[tuple[Job, Outcome]] = []
+    for number, (target, job) in enumerate(zip(targets, jobs, strict=True), 1):
+        if len(jobs) > 1:
+            console.rule(f"{number} of {len(jobs)}")
+        report.show_lines(console, target.notes)
+        report.show_job(console, job, options.output)
+        if options.dry_run:
+            plan = report.plan(job, options.workers)
+            report.show_plan(console, plan)
+            documents.append(plan.to_json())
+            continue
+        # A budget counts from the start of the command, for the first layer alone.
+        begin = began if number == 1 else time.monotonic()
+        run_options = RunOptions(options.output, options.fresh, options.replace, begin, options.workers)
+        with make_observer(console, quiet=options.quiet) as observer:
+            outcome = tune(job, run_options, observer)
+        report.show_outcome(console, job, outcome)
+        outcomes.append((job, outcome))
+        documents.append(report.outcome_json(job, outcome))
+    if len(outcomes) > 1:
+        report.show_summary(console, outcomes)
     if options.as_json:
-        print(json.dumps(report.outcome_json(job, outcome), indent=4))
-    return 1 if outcome.result.missing else 0
+        print(json.dumps(documents[0] if len(documents) == 1 else {"jobs": documents}, indent=4))
+    return 1 if any(outcome.result.missing for _, outcome in outcomes) else 0
+
+
+def _targets(options: TuneOptions) -> list[Target]:
+    """Return the layers that the options name; raises UserError for numbers beside what brings its own."""
+    if options.jobs is not None:
+        check_no_numbers("--jobs", "model", "tp", "ep")
+        return [target for layer in read_jobs(options.jobs) for target in layer.targets()]
+    if options.layer.model is not None:
+        check_no_numbers("--model")
+    elif options.layer.force:
+        raise UserError("--force is about the experts of a --model; give one or drop --force")
+    return options.layer.targets()
+
+
+def _check_file_names(jobs: list[Job]) -> None:
+    """Raise UserError where two layers ask for the same file: the second would replace the first."""
+    seen: dict[str, Job] = {}
+    for job in jobs:
+        name = job.lookup.file_names(job.problem)[0]
+        if name in seen:
+            raise UserError(f"{seen[name].problem} and {job.problem} share the file {name}; tune them apart")
+        seen[name] = job
 
 
 def _table(options: TuneOptions) -> Table | None:
@@ -192,33 +215,12 @@ def _table(options: TuneOptions) -> Table | None:
         return None
     if not file:
         raise UserError("--timer replay needs a file: --timer replay:bench/tables/….parquet")
-    if any(value is not None for value in (options.model, options.experts, options.inter, options.device)):
+    layer = options.layer
+    if any(value is not None for value in (layer.model, layer.experts, layer.inter, options.jobs, options.device)):
         raise UserError(
-            "--timer replay:FILE brings problem and card; leave out --model, --experts, --inter and --device"
+            "--timer replay:FILE brings problem and card; leave out --model, --experts, --inter, --jobs and --device"
         )
     return read_table(Path(file))
-
-
-def _problem(options: TuneOptions, model: MoEModel | None) -> MoEProblem:
-    if model is not None:
-        require_tunable(model)
-        return model.problem(tp=options.tp, ep=options.ep)
-    if options.experts is None or options.inter is None:
-        missing = "--experts" if options.experts is None else "--inter"
-        raise UserError(f"missing {missing}; for example: --experts 256 --tp 8 --inter 2048, or --model GLM-5 --tp 8")
-    return MoEProblem.from_parallelism(
-        experts=options.experts,
-        tp=options.tp,
-        ep=options.ep,
-        inter=options.inter,
-        hidden=options.hidden if options.hidden is not None else DEFAULT_HIDDEN,
-        topk=options.topk if options.topk is not None else DEFAULT_TOPK,
-        dtype=options.dtype,
-        shared_experts=options.shared_experts,
-        block_shape=scale_shape(options.block_shape, options.group_size),
-        per_channel_quant=options.per_channel,
-        zero_points=options.zero_points,
-    )
 
 
 def _check_numbers(options: TuneOptions) -> None:

@@ -1,0 +1,162 @@
+"""What one run tunes: the layers that the options or a job file name."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sm120tune.cli.model import check_served_here, model_lines, require_tunable
+from sm120tune.cli.options import scale_shape
+from sm120tune.errors import UserError
+from sm120tune.models import load_model
+from sm120tune.problem import MoEProblem
+
+DEFAULT_HIDDEN = 6144
+DEFAULT_TOPK = 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """One layer to tune, and what a person should know about how it was derived."""
+
+    problem: MoEProblem
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Where layers come from: the options of the command line, or one ``[[job]]`` of a file."""
+
+    model: str | None = None
+    force: bool = False
+    experts: int | None = None
+    tp: tuple[int, ...] = (1,)
+    ep: int = 1
+    inter: int | None = None
+    hidden: int | None = None
+    topk: int | None = None
+    dtype: str = "bf16"
+    block_shape: str | None = None
+    per_channel: bool = False
+    group_size: int | None = None
+    zero_points: bool = False
+    shared_experts: int = 0
+
+    def targets(self) -> list[Target]:
+        """Return one layer for each tp; raises UserError for what no server could run."""
+        if self.model is not None:
+            model = load_model(self.model)
+            check_served_here(model, force=self.force)
+            require_tunable(model)
+            return [Target(model.problem(tp=tp, ep=self.ep), tuple(model_lines(model))) for tp in self.tp]
+        if self.experts is None or self.inter is None:
+            missing = "--experts" if self.experts is None else "--inter"
+            raise UserError(
+                f"missing {missing}; for example: --experts 256 --tp 8 --inter 2048, or --model GLM-5 --tp 8"
+            )
+        problems = [
+            MoEProblem.from_parallelism(
+                experts=self.experts,
+                tp=tp,
+                ep=self.ep,
+                inter=self.inter,
+                hidden=self.hidden if self.hidden is not None else DEFAULT_HIDDEN,
+                topk=self.topk if self.topk is not None else DEFAULT_TOPK,
+                dtype=self.dtype,
+                shared_experts=self.shared_experts,
+                block_shape=scale_shape(self.block_shape, self.group_size),
+                per_channel_quant=self.per_channel,
+                zero_points=self.zero_points,
+            )
+            for tp in self.tp
+        ]
+        return [Target(problem, tuple(self._assumptions(problem))) for problem in problems]
+
+    def _assumptions(self, problem: MoEProblem) -> list[str]:
+        """Return which defaults stand for figures that were not given."""
+        lines = []
+        if self.hidden is None:
+            lines.append(f"assumed: --hidden {DEFAULT_HIDDEN} (GLM-5's); give your model's hidden_size if it differs")
+        if self.topk is None:
+            lines.append(
+                f"assumed: --topk {DEFAULT_TOPK} (GLM-5's); give your model's num_experts_per_tok if it differs"
+            )
+        if self.ep == 1 and not problem.shared_experts:
+            lines.append(
+                "hint: models whose shared expert SGLang fuses under plain TP (GLM-5, DeepSeek-V3) ask for "
+                f"E={problem.experts + 1}; --shared-experts 1 makes that file"
+            )
+        return lines
+
+
+def parse_tp(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """Read ``8`` or ``1,2,4,8``; raises UserError for anything else."""
+    try:
+        sizes = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise UserError(f"--tp {value!r} is no list of integers; write for example 8 or 1,2,4,8") from None
+    if len(set(sizes)) != len(sizes):
+        raise UserError(f"--tp {value} has a size twice")
+    return sizes
+
+
+@dataclass(frozen=True)
+class _Kind:
+    types: tuple[type, ...]
+    words: str
+
+
+_KINDS = {
+    "str": _Kind((str,), "a string"),
+    "int": _Kind((int,), "an integer"),
+    "bool": _Kind((bool,), "true or false"),
+}
+_LISTS = frozenset({"tp"})
+
+
+def read_jobs(path: Path) -> list[LayerOptions]:
+    """Read a TOML file with one ``[[job]]`` table for each layer, its keys the options of the command line.
+
+    ``tp`` may be a list. Raises UserError that names the table and the key.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--jobs {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--jobs {path} is no TOML: {error}") from None
+    tables = content.get("job")
+    if set(content) != {"job"} or not isinstance(tables, list) or not tables:
+        raise UserError(f"--jobs {path} needs one [[job]] table for each layer, and nothing beside them")
+    return [_layer(table, f"--jobs {path}, job {number}") for number, table in enumerate(tables, 1)]
+
+
+def _layer(table: dict[str, Any], where: str) -> LayerOptions:
+    known = {entry.name: str(entry.type) for entry in fields(LayerOptions)}
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise UserError(f"{where}: unknown key {key!r}; known: {', '.join(known)}")
+        if name in _LISTS:
+            values[name] = _sizes(value, f"{where}: {key}")
+            continue
+        kind = _KINDS[known[name].split(" ")[0]]
+        if type(value) not in kind.types:
+            raise UserError(f"{where}: {key} must be {kind.words}, not {value!r}")
+        values[name] = value
+    brought = set(values) - {"model", "force", "tp", "ep"}
+    if "model" in values and brought:
+        raise UserError(f"{where}: model brings its own {sorted(brought)[0]}; drop one of the two")
+    return LayerOptions(**values)
+
+
+def _sizes(value: object, what: str) -> tuple[int, ...]:
+    sizes = value if isinstance(value, list) else [value]
+    if not sizes or any(type(size) is not int for size in sizes):
+        raise UserError(f"{what} must be an integer or a list of integers, not {value!r}")
+    return tuple(sizes)
