@@ -17,6 +17,7 @@ from sm120tune.devices import (
     local_gpus,
 )
 from sm120tune.errors import UserError
+from sm120tune.install.originals import originals
 from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.replay import table_values
@@ -130,7 +131,7 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
     config_dir = os.environ.get("SGLANG_MOE_CONFIG_DIR")
     folder = Path(config_dir) if config_dir else None
     names = ConfigLookup(tree, target, config_dir=folder).file_names(request.problem)
-    lookup = ConfigLookup(tree, target, config_dir=folder, hidden_files=_own_files(tree, folder, request.output, names))
+    lookup = ConfigLookup(tree, target, config_dir=folder, stand_ins=_own_files(tree, folder, request.output, names))
     _check_memory(request.problem, max(request.batch_sizes), card.gpus)
     return Job(
         problem=request.problem,
@@ -150,20 +151,22 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
     )
 
 
-def _own_files(tree: SGLangTree, config_dir: Path | None, output: Path, names: Sequence[str]) -> list[Path]:
-    """Return the config files that this tool made: they do not count as what SGLang runs today.
+def _own_files(
+    tree: SGLangTree, config_dir: Path | None, output: Path, names: Sequence[str]
+) -> dict[Path, Path | None]:
+    """Return the config files that this tool made, each with what it replaced: they are not what SGLang runs today.
 
-    A file is ours when provenance with the same rows lies beside its tree, or when it is a copy of one in the output
-    folder.
+    A file is ours when an install put it there, when provenance with the same rows lies beside its tree, or when it
+    is a copy of one in the output folder; only of an installed one it is known what was there before.
     """
     base = config_dir if config_dir is not None else tree.configs_dir.parent
-    ours: list[Path] = []
+    ours = originals(base)
     for name in names:
         written = [path.read_bytes() for path in output.glob(f"*/configs/triton_*/{_literal(name)}")]
         for path in (base / "configs").glob(f"triton_*/{_literal(name)}"):
             record = base / "provenance" / path.parent.name / name
             if path.read_bytes() in written or (record.is_file() and _recorded(record, path)):
-                ours.append(path)
+                ours.setdefault(path, None)
     return ours
 
 
