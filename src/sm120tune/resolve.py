@@ -132,7 +132,7 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
     folder = Path(config_dir) if config_dir else None
     names = ConfigLookup(tree, target, config_dir=folder).file_names(request.problem)
     lookup = ConfigLookup(tree, target, config_dir=folder, stand_ins=_own_files(tree, folder, request.output, names))
-    _check_memory(request.problem, max(request.batch_sizes), card.gpus)
+    check_memory(request.problem, max(request.batch_sizes), card.gpus)
     return Job(
         problem=request.problem,
         device=card.spec,
@@ -184,7 +184,8 @@ def _literal(name: str) -> str:
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 
-def _check_memory(problem: MoEProblem, max_m: int, gpus: Sequence[LocalGPU]) -> None:
+def check_memory(problem: MoEProblem, max_m: int, gpus: Sequence[LocalGPU]) -> None:
+    """Raise UserError where a GPU has not enough free memory for one call with ``max_m`` tokens."""
     needed = weight_bytes(problem) + activation_bytes(problem, max_m)
     for gpu in gpus:
         if needed > _USABLE_SHARE * gpu.free_bytes:

@@ -20,6 +20,7 @@ from sm120tune.check.resources import COMPILED_DTYPES, Resources
 from sm120tune.check.rules import rules_of
 from sm120tune.check.server import Server, check_server
 from sm120tune.check.view import ServerView
+from sm120tune.cli.options import layer_options
 from sm120tune.devices import DeviceSpec, find_device, known_devices
 from sm120tune.errors import UserError
 from sm120tune.problem import MoEProblem
@@ -54,14 +55,7 @@ class CheckOptions:
 
 @click.command("check", context_settings={"show_default": True})
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[FILE|FOLDER]...")
-@click.option("--experts", type=int, help="Routed experts of the model: check what a server of it would run.")
-@click.option("--tp", type=int, help="Tensor parallel size.  [default: 1]")
-@click.option("--ep", type=int, help="Expert parallel size.  [default: 1]")
-@click.option("--inter", type=int, help="moe_intermediate_size of the model, before any split.")
-@click.option("--hidden", type=int, help=f"Hidden size.  [default: {ASSUMED_HIDDEN}]")
-@click.option("--topk", type=int, help=f"Experts per token.  [default: {ASSUMED_TOPK}]")
-@click.option("--dtype", help=f"One of {', '.join((*COMPILED_DTYPES, *QUANTIZED))}.  [default: bf16]")
-@click.option("--shared-experts", type=int, help="Shared experts fused into the routed ones.  [default: 0]")
+@layer_options((*COMPILED_DTYPES, *QUANTIZED), ASSUMED_HIDDEN, ASSUMED_TOPK)
 @click.option("--block-shape", help="Quantization block of a block-wise checkpoint, for example 128,128.")
 @click.option("--per-channel", is_flag=True, help="The checkpoint is quantized per channel.")
 @click.option(

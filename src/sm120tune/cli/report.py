@@ -33,6 +33,11 @@ def console(*, quiet: bool) -> Console:
     return Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, width=width)
 
 
+def result_console() -> Console:
+    """Return a console on stdout, for a table that is the command's result."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+
+
 def show_assumptions(out: Console, hidden: bool, topk: bool, problem: MoEProblem, ep: int) -> None:
     """Say which defaults stand for figures that were not given."""
     if hidden:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import click
 
 from sm120tune.cli import report
+from sm120tune.cli.options import batch_sizes
 from sm120tune.cli.progress import make_observer
 from sm120tune.devices import busy_reason, find_device
 from sm120tune.errors import UserError
@@ -19,7 +20,7 @@ from sm120tune.job import Settings
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.routing import parse_routing
 from sm120tune.measure.table import Table, read_table
-from sm120tune.problem import DEFAULT_BATCH_SIZES, DTYPES, MoEProblem, check_batch_sizes
+from sm120tune.problem import DEFAULT_BATCH_SIZES, DTYPES, MoEProblem
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.tune import RunOptions, tune
 
@@ -61,14 +62,6 @@ class TuneOptions:
     as_json: bool
 
 
-def _sizes(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        sizes = [int(part) for part in value.split(",")]
-    except ValueError:
-        raise UserError(f"--batch-sizes {value!r} is no list of integers; write for example 1,64,4096") from None
-    return check_batch_sizes(sizes)
-
-
 _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 
 
@@ -87,7 +80,7 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
     "--batch-sizes",
     default=_DEFAULT_SIZES,
     show_default=False,
-    callback=_sizes,
+    callback=batch_sizes,
     help=f"Values of M (tokens) to tune, with commas between.  [default: {_DEFAULT_SIZES.replace(',', ', ')}]",
 )
 @click.option(
