@@ -6,7 +6,8 @@
 ``upstream`` does what SGLang's tuner does per candidate (fresh random weights, JIT compile in process, a CUDA graph of
 ten whole calls, 5 replays to warm up and 10 timed) on a random sample of its 1,920 tiles, once cold and once more with
 everything compiled. ``autotune`` points ``triton.autotune`` at SGLang's kernel for the gate_up GEMM. Both need a GPU;
-the first an SGLang whose fused_moe imports (``--preload`` as in ``sm120tune verify``), the second its source (``--sglang``).
+the first an SGLang whose fused_moe imports (``--preload`` as in ``sm120tune verify``), the second its source
+(``--sglang``).
 ``quality`` needs only a recorded table: what an exhaustive search for a single tile, and our file, lose to the best
 pair. What is scaled up from a sample has ``extrapolated`` in its name. Each part starts from an empty Triton cache.
 """

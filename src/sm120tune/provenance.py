@@ -23,6 +23,7 @@ __all__ = [
     "KINDS",
     "SCHEMA_VERSION",
     "TIMERS",
+    "UNKNOWN_SOURCE",
     "FileProvenance",
     "RowProvenance",
     "RowStatus",
@@ -34,8 +35,11 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-KINDS = ("measured", "estimated", "replayed")
-"""What a whole file is made of: a GPU's times, a model's, or a recorded table's."""
+KINDS = ("measured", "estimated", "replayed", "converted")
+"""What a whole file is made of: a GPU's times, a model's, a recorded table's, or rows of another file, untimed."""
+
+UNKNOWN_SOURCE = "unknown"
+"""``kernel_source_hash`` of a pair that came from a file which does not tell."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sm120tune.errors import UserError
 from sm120tune.install.pair import ConfigPair
 from sm120tune.install.place import Place
+from sm120tune.provenance import UNKNOWN_SOURCE
 from sm120tune.upstream.lookup import ConfigLookup
 from sm120tune.upstream.source import load_kernels
 
@@ -49,7 +50,7 @@ def stale_reasons(kernel_source_hash: str, triton_version: str, place: Place) ->
     """Say in what a pair's origin differs from what is installed; raises UpstreamError for an unreadable kernel."""
     reasons = []
     here = load_kernels(place.tree).source_hash
-    if here != kernel_source_hash:
+    if kernel_source_hash not in {here, UNKNOWN_SOURCE}:
         reasons.append(
             f"tuned for kernel source {kernel_source_hash[:_SHOWN_HASH]}, SGLang {place.tree.version} has "
             f"{here[:_SHOWN_HASH]}"
