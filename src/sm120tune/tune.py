@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
     pool: VariantPool = CompilePool(cache, workers) if job.table is None else ReplayPool(job.table)
     lanes: list[Timer] = []
     try:
-        lanes = _make_lanes(job, cache, observer)
+        lanes = make_lanes(job, cache, observer.event)
         try:
             result = asyncio.run(Runner(job, pool, lanes, journal, observer, options.began).run())
         except* UserError as group:
@@ -86,12 +87,13 @@ def _first(group: BaseExceptionGroup[UserError]) -> UserError:
     return error
 
 
-def _make_lanes(job: Job, cache: CompileCache, observer: Observer) -> list[Timer]:
+def make_lanes(job: Job, cache: CompileCache, on_event: Callable[[str], None]) -> list[Timer]:
+    """Return what times the job: a lane for each GPU, or the one of a model or a recorded table."""
     if job.table is not None:
         return [ReplayLane(job.table, job.settings.seed)]
     if job.timer != "cuda":
         return [ModelLane(job.problem, job.device, job.routing)]
-    return [GpuLane(f"GPU {gpu.index}", worker_setup(job, gpu, cache), observer.event) for gpu in job.gpus]
+    return [GpuLane(f"GPU {gpu.index}", worker_setup(job, gpu, cache), on_event) for gpu in job.gpus]
 
 
 def worker_setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:

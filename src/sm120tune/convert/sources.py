@@ -45,6 +45,8 @@ class Source:
     kernel_source_hash: str
     notes: Mapping[int, str] = field(default_factory=dict)
     """What is to be said of single rows."""
+    plain: bool = False
+    """Without provenance: of the layer it is known what the name says and what a person added."""
 
     @property
     def digest(self) -> str:
@@ -100,7 +102,8 @@ def from_sglang(path: Path, layer: Layer) -> Source:
         # As SGLang from 0.5.15 on overrides it; earlier ones stop.
         rows[m] = TilePair(tiles[0], tiles[1].with_block_m(tiles[0].BLOCK_SIZE_M))
     problem = _problem(up_path, up.name, layer)
-    return Source(up_path, "SGLang", problem, _device(up.name), rows, triton_of(up_path), UNKNOWN_SOURCE)
+    device = _device(up.name)
+    return Source(up_path, "SGLang", problem, device, rows, triton_of(up_path), UNKNOWN_SOURCE, plain=True)
 
 
 def read_sglang_files(up_path: Path) -> tuple[ConfigFile, ConfigFile | None]:
@@ -153,7 +156,7 @@ def _device(name: ConfigName) -> str:
 def _problem(path: Path, name: ConfigName, layer: Layer) -> MoEProblem:
     for option, value in (("--hidden", layer.hidden), ("--topk", layer.topk)):
         if value is None:
-            raise UserError(f"missing {option}: {path.name} does not name it, and it goes into the provenance")
+            raise UserError(f"missing {option}: no file name says it, and there is no provenance for {path.name}")
         if value < 1:
             raise UserError(f"{option} must be at least 1, not {value}")
     named = name.problem()
