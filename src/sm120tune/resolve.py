@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sm120tune.devices import (
@@ -133,7 +133,7 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
     names = ConfigLookup(tree, target, config_dir=folder).file_names(request.problem)
     lookup = ConfigLookup(tree, target, config_dir=folder, stand_ins=_own_files(tree, folder, request.output, names))
     check_memory(request.problem, max(request.batch_sizes), card.gpus)
-    return Job(
+    job = Job(
         problem=request.problem,
         device=card.spec,
         gpus=card.gpus,
@@ -149,6 +149,8 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
         values=VALUES if request.table is None else table_values(request.table),
         table=request.table,
     )
+    fits = all(_needed(job.problem, job.seam_m) <= _USABLE_SHARE * gpu.free_bytes for gpu in card.gpus)
+    return replace(job, reach=job.seam_m if fits else None)
 
 
 def _own_files(
@@ -186,10 +188,14 @@ def _literal(name: str) -> str:
 
 def check_memory(problem: MoEProblem, max_m: int, gpus: Sequence[LocalGPU]) -> None:
     """Raise UserError where a GPU has not enough free memory for one call with ``max_m`` tokens."""
-    needed = weight_bytes(problem) + activation_bytes(problem, max_m)
+    needed = _needed(problem, max_m)
     for gpu in gpus:
         if needed > _USABLE_SHARE * gpu.free_bytes:
             raise UserError(
                 f"GPU {gpu.index}: {problem} with M={max_m} needs {needed / 2**30:.1f} GiB, "
                 f"{gpu.free_bytes / 2**30:.1f} GiB are free; end other jobs, use a larger --tp or smaller --batch-sizes"
             )
+
+
+def _needed(problem: MoEProblem, max_m: int) -> int:
+    return weight_bytes(problem) + activation_bytes(problem, max_m)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sm120tune import __version__
@@ -27,7 +28,7 @@ from sm120tune.runner import Runner, RunResult
 from sm120tune.search.journal import Journal
 from sm120tune.search_space import space_hash
 from sm120tune.state import cache_root
-from sm120tune.writer import Ladder, WrittenPair, write_ladder
+from sm120tune.writer import Ladder, WrittenPair, existing_rows, write_ladder
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class RunOptions:
 def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
     """Tune and write; raises UserError, and KeyboardInterrupt with every finished trial in the journal."""
     begin = time.monotonic() if options.began is None else options.began
+    if not options.replace:
+        # Before the work: what cannot be merged would be refused after it.
+        record, names = _record(job, RunResult((), Counter())), job.lookup.file_names(job.problem)
+        job = replace(job, existing=existing_rows(options.output, record, names, str(job.routing)))
     root = cache_root()
     journal = Journal(root / "runs", job.identity(), fresh=options.fresh, space=space_hash(job.values))
     cache = CompileCache(root / "compile")
@@ -98,7 +103,7 @@ def make_lanes(job: Job, cache: CompileCache, on_event: Callable[[str], None]) -
 
 def worker_setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
     """Return what a GPU's worker needs to time the job."""
-    max_m = max(job.batch_sizes)
+    max_m = job.largest_m
     return WorkerSetup(
         visible_device=gpu.visible_token,
         source=job.source,
@@ -110,15 +115,14 @@ def worker_setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
     )
 
 
-def _ladder(job: Job, result: RunResult) -> Ladder:
+def _record(job: Job, result: RunResult) -> FileProvenance:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         torch_version = version("torch")
     except PackageNotFoundError:
         torch_version = "unknown"
-    up_name, down_name = job.lookup.file_names(job.problem)
-    provenance = FileProvenance(
+    return FileProvenance(
         tool_version=__version__,
         kind=job.kind,
         problem=job.problem,
@@ -145,8 +149,12 @@ def _ladder(job: Job, result: RunResult) -> Ladder:
         failures=dict(result.failures),
         rows=result.rows,
     )
+
+
+def _ladder(job: Job, result: RunResult) -> Ladder:
+    up_name, down_name = job.lookup.file_names(job.problem)
     rows = {row.m: row.chosen for row in result.rows}
     if not rows:
         raise UserError("no M has a pair that runs on this card; nothing was written")
     superseded = frozenset(job.batch_sizes) - set(rows) if job.settings.fewest_keys else frozenset[int]()
-    return Ladder(up_name, down_name, job.triton_version, rows, provenance, superseded)
+    return Ladder(up_name, down_name, job.triton_version, rows, _record(job, result), superseded)
