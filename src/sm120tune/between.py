@@ -42,10 +42,8 @@ class Between:
 
     def _surviving(self) -> dict[int, TilePair]:
         """Return the rows of an earlier run that stay: an untimed row gives way to them."""
-        return {m: pair for m, pair in self._job.existing.items() if m not in self._rows or not self._timed(m)}
-
-    def _timed(self, m: int) -> bool:
-        return m in self._rows and self._rows[m].repetitions > 0
+        timed = {m for m, row in self._rows.items() if row.repetitions}
+        return {m: pair for m, pair in self._job.existing.items() if m not in timed}
 
     def gaps(self) -> list[Gap]:
         """Return the gaps where other rows than today's serve, as far as the workload's memory reaches.
@@ -97,7 +95,7 @@ class Between:
     def fewest(self) -> tuple[RowProvenance, ...]:
         """Return the rows of the fewest keys that keep every tuned M within tolerance, and of all other keys."""
         sizes = [m for m in self._job.batch_sizes if m in self._rows]
-        others = set(self._rows) - set(sizes)
+        others = set(self._ladder) - set(sizes)
         keep = {*fewest_keys(sizes, self._ratio, others | set(self.added)), *others}
         return tuple(row for m, row in sorted(self._rows.items()) if m in keep)
 

@@ -23,6 +23,7 @@ __all__ = [
     "KINDS",
     "SCHEMA_VERSION",
     "TIMERS",
+    "UNKNOWN_ROUTING",
     "UNKNOWN_SOURCE",
     "FileProvenance",
     "RowProvenance",
@@ -40,6 +41,9 @@ KINDS = ("measured", "estimated", "replayed", "converted")
 
 UNKNOWN_SOURCE = "unknown"
 """``kernel_source_hash`` of a pair that came from a file which does not tell."""
+
+UNKNOWN_ROUTING = "unknown"
+"""``routing`` of a converted row."""
 
 
 @dataclass(frozen=True)

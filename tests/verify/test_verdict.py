@@ -77,7 +77,9 @@ def test_not_loaded(changes: dict[str, object], words: str) -> None:
 def test_a_fallback_folder_is_loaded_too() -> None:
     """SGLang's line on a file of another Triton names it as well."""
     said = tuple(line.replace("Using", "Fallback to triton version 3.8.0 and use") + " Slow!" for line in SAID)
-    assert verdict(side(50.0, said=said)) is Word.FASTER
+    found = judge(Answer(8, side(100.0), side(50.0, said=said)), EXPECTED)
+    assert (found.word, found.loaded) == (Word.FASTER, True)
+    assert "another Triton's folder" in found.note
 
 
 def test_failures() -> None:

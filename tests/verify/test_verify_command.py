@@ -166,6 +166,19 @@ def test_a_file_of_another_triton_is_not_loaded_before_one_that_ships(verify: Co
     assert "other rows than those of E=12,N=96" in rows[8]["note"]
 
 
+def test_a_converted_pair_and_one_of_another_triton_can_be_judged(verify: Command, capsys: Any) -> None:
+    older = verify.maker.write(dict.fromkeys(SIZES, FAST), versions={"triton": "3.0.0"})
+    vllm = verify.maker.output.with_name(older.up_path.name)
+    vllm.write_text(json.dumps({"triton_version": "3.0.0", **json.loads(older.up_path.read_text())}))
+    layer = ["--hidden", "256", "--topk", "2", "--output", str(verify.maker.output), "--sglang", str(verify.maker.site)]
+    assert cli.run(["convert", str(vllm), "--to", "sglang", *layer]) == 0
+    capsys.readouterr()
+    converted = verify.maker.output / "converted" / "configs" / "triton_3_0_0" / older.up_path.name
+    row = verify.rows(converted, "--batch-sizes", "8")[8]
+    assert (row["verdict"], row["loaded"]) == ("faster", True)
+    assert "another Triton's folder" in row["note"]
+
+
 def test_an_import_that_fails_says_why_and_what_to_do(verify: Command) -> None:
     file = verify.maker.site / "sglang" / UTILS / "fused_moe.py"
     file.write_text("import a_package_that_is_not_there\n" + file.read_text())

@@ -22,6 +22,7 @@ from sm120tune.install.manifest import load_manifest
 from sm120tune.install.pair import ConfigPair, read_pair
 from sm120tune.measure.routing import parse_routing
 from sm120tune.problem import DTYPES, MoEProblem
+from sm120tune.provenance import UNKNOWN_ROUTING
 from sm120tune.resolve import check_memory
 from sm120tune.search.ladder import gaps
 from sm120tune.verify import Judged, Verdict, VerifyOptions, verify_pair
@@ -65,7 +66,7 @@ class _Options:
     show_default=False,
     help="Values of M, keys or not.  [default: every key, and the last M that each key serves]",
 )
-@click.option("--routing", help="uniform, balanced or power:ALPHA.  [default: the one that the pair was tuned with]")
+@click.option("--routing", help="uniform, balanced or power:ALPHA.  [default: the pair's own]")
 @click.option("--gpu", type=int, help="Index of the GPU.  [default: the first of the pair's card]")
 @click.option("--seed", type=int, default=100, help="Seed of data and routing.")
 @click.option(
@@ -154,7 +155,7 @@ def _plan(pair: ConfigPair, options: _Options, gpus: tuple[LocalGPU, ...]) -> Ve
         raise UserError(f"{pair.up_path}: {pair.record.problem.dtype} cannot be verified yet, only {', '.join(DTYPES)}")
     sizes = options.batch_sizes or tuple(sorted({*pair.up_rows, *(gap.last_below for gap in gaps(list(pair.up_rows)))}))
     check_memory(pair.record.problem, max(sizes), (gpu,))
-    tuned_with = next((row.routing for row in pair.record.rows), "uniform")
+    tuned_with = next((row.routing for row in pair.record.rows if row.routing != UNKNOWN_ROUTING), "uniform")
     routing = str(parse_routing(options.routing or tuned_with))
     busy = busy_reason(gpu)
     if busy is not None:

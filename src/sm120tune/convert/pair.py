@@ -15,7 +15,7 @@ from sm120tune.convert.alias import check_alias
 from sm120tune.convert.sources import Source
 from sm120tune.devices import known_device
 from sm120tune.errors import UserError
-from sm120tune.provenance import FileProvenance, RowProvenance, RowStatus
+from sm120tune.provenance import UNKNOWN_ROUTING, FileProvenance, RowProvenance, RowStatus
 from sm120tune.upstream import SGLangTree
 from sm120tune.upstream.lookup import ConfigLookup, Target
 from sm120tune.writer import Ladder, WrittenPair, write_ladder
@@ -120,7 +120,7 @@ def _row(source: Source, m: int, device_name: str) -> RowProvenance:
         measured=False,
         what="nothing",
         repetitions=0,
-        routing="unknown",
+        routing=UNKNOWN_ROUTING,
         error=None,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         note="; ".join(notes),

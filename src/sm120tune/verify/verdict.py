@@ -89,6 +89,8 @@ def judge(answer: Answer, expected: Expected) -> Verdict:
     word, note = _word(answer, ratio, expected.dtype)
     if fault and not with_pair.failure:
         word, note = Word.NOT_LOADED, fault
+    elif not note and any("Fallback" in line and str(expected.up_path) in line for line in with_pair.said):
+        note = "read as a fallback: the pair lies in another Triton's folder"
     return Verdict(
         m=answer.m,
         word=word,
