@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,8 @@ from sm120tune.convert.sources import read_sglang_files, triton_of
 from sm120tune.errors import UserError
 from sm120tune.tiles import Tile
 from sm120tune.upstream import vllm
+
+_SHOWN = 6
 
 Half = Literal["up", "down"]
 
@@ -58,7 +60,7 @@ def _lost(up: ConfigFile, down: ConfigFile | None, use: Half | None) -> tuple[st
     """Say what one file for both GEMMs, without TMA, cannot hold."""
     lost: list[str] = []
     differing = [m for m in _keys(up, down) if _plain(up, m) != _plain(down or up, m)]
-    where = ", ".join(map(str, differing))
+    where = _some(differing)
     if differing and use is None:
         raise UserError(
             f"{up.path}: up and down rows differ at M={where}, and vLLM has one file for both GEMMs; choose the rows "
@@ -68,11 +70,16 @@ def _lost(up: ConfigFile, down: ConfigFile | None, use: Half | None) -> tuple[st
         lost.append(f"the {'down' if use == 'up' else 'up'} rows at M={where}: vLLM runs the {use} rows in both GEMMs")
     tma = [m for m in _keys(up, down) if any(file.rows[nearest(file.rows, m)].USE_TMA for file in _files(up, down))]
     if tma:
-        keys = ", ".join(map(str, tma))
-        lost.append(f"USE_TMA at M={keys}: vLLM's kernel has none, and nobody timed these rows without it")
+        lost.append(f"USE_TMA at M={_some(tma)}: vLLM's kernel has none, and nobody timed these rows without it")
     if up.name is not None and up.name.per_channel:
         lost.append("per_channel_quant: vLLM reads the same file for per-tensor scales")
     return tuple(lost)
+
+
+def _some(sizes: Sequence[int]) -> str:
+    """Return a few M as text: a whole ladder would be no line to read."""
+    shown = ", ".join(map(str, sizes[:_SHOWN]))
+    return shown if len(sizes) <= _SHOWN else f"{shown} and {len(sizes) - _SHOWN} more"
 
 
 def _files(up: ConfigFile, down: ConfigFile | None) -> Iterable[ConfigFile]:
