@@ -142,6 +142,12 @@ def test_an_installed_pair_is_judged_where_it_is(verify: Command) -> None:
     assert "without the pair the call fails: ValueError" in row["note"]
 
 
+def test_of_two_installed_pairs_that_of_the_card_counts(verify: Command) -> None:
+    for device in ({"name": "NVIDIA GeForce RTX 5090"}, {"name": CARD}):
+        verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, FAST), device=device))
+    assert verify.rows(*NUMBERS, "--batch-sizes", "1")[1]["verdict"] == "faster"
+
+
 def test_an_installed_pair_of_another_layer(verify: Command) -> None:
     verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, FAST)))
     for args, words in (
@@ -240,6 +246,7 @@ def test_without_a_gpu_of_that_card(verify: Command, monkeypatch: pytest.MonkeyP
         ([], "--experts and --inter"),
         (["FILE", *NUMBERS], "give either"),
         (["--experts", "12"], "missing --inter"),
+        ([*NUMBERS, "--tp", "0"], "--tp must be at least 1, not 0"),
         (["FILE", "--seed", "-1"], "--seed"),
         (["FILE", "--gpu", "3"], "--gpu 3"),
         (["FILE", "--routing", "odd"], "--routing 'odd'"),

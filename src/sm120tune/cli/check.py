@@ -20,7 +20,7 @@ from sm120tune.check.resources import COMPILED_DTYPES, Resources
 from sm120tune.check.rules import rules_of
 from sm120tune.check.server import Server, check_server
 from sm120tune.check.view import ServerView
-from sm120tune.cli.options import layer_options
+from sm120tune.cli.options import given_or, layer_options
 from sm120tune.devices import DeviceSpec, find_device, known_devices
 from sm120tune.errors import UserError
 from sm120tune.problem import MoEProblem
@@ -163,12 +163,12 @@ def _problem(options: CheckOptions) -> MoEProblem:
         raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join((*COMPILED_DTYPES, *QUANTIZED))}")
     problem = MoEProblem.from_parallelism(
         experts=options.experts,
-        tp=_or(options.tp, 1),
-        ep=_or(options.ep, 1),
+        tp=given_or(options.tp, 1),
+        ep=given_or(options.ep, 1),
         inter=options.inter,
-        hidden=_or(options.hidden, ASSUMED_HIDDEN),
-        topk=_or(options.topk, ASSUMED_TOPK),
-        shared_experts=_or(options.shared_experts, 0),
+        hidden=given_or(options.hidden, ASSUMED_HIDDEN),
+        topk=given_or(options.topk, ASSUMED_TOPK),
+        shared_experts=given_or(options.shared_experts, 0),
     )
     quantized = {"fp8_w8a8", "int8_w8a8"}
     if dtype not in quantized and (options.block_shape or options.per_channel):
@@ -177,10 +177,6 @@ def _problem(options: CheckOptions) -> MoEProblem:
     return replace(
         problem, dtype=dtype, block_shape=_block_shape(options.block_shape), per_channel_quant=options.per_channel
     )
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value
 
 
 def _block_shape(text: str | None) -> tuple[int, int] | None:

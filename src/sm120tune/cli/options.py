@@ -50,6 +50,11 @@ def layer_options(dtypes: Sequence[str], hidden: int | str, topk: int | str) -> 
     return add
 
 
+def given_or(value: int | None, default: int) -> int:
+    """Return an option's value, 0 too, or the default where it was not given."""
+    return default if value is None else value
+
+
 def batch_sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
     """Read ``--batch-sizes``, () where it was not given; raises UserError for what is no list of distinct sizes."""
     if value is None:

@@ -13,19 +13,19 @@ from typing import Any
 import click
 from rich.table import Table
 
-from sm120tune.cli.options import batch_sizes, layer_options, place_options
+from sm120tune.cli.options import batch_sizes, given_or, layer_options, place_options
 from sm120tune.cli.report import result_console
 from sm120tune.devices import LocalGPU, busy_reason, local_gpus
 from sm120tune.errors import UserError
-from sm120tune.install import Place, find_pairs, find_place
-from sm120tune.install.manifest import load_manifest
-from sm120tune.install.pair import ConfigPair, read_pair
+from sm120tune.install import find_pairs, find_place
+from sm120tune.install.pair import ConfigPair
 from sm120tune.measure.routing import parse_routing
 from sm120tune.problem import DTYPES, MoEProblem
 from sm120tune.provenance import UNKNOWN_ROUTING
 from sm120tune.resolve import check_memory
 from sm120tune.search.ladder import gaps
 from sm120tune.verify import Judged, Verdict, VerifyOptions, verify_pair
+from sm120tune.verify.installed import Wanted, installed_pair
 
 _NUMBERS = ("experts", "tp", "ep", "inter", "hidden", "topk", "dtype", "shared_experts")
 
@@ -93,8 +93,8 @@ def _verify(options: _Options) -> int:
         raise UserError(f"--preload {options.preload}: no such file")
     pairs = find_pairs(options.files) if options.files else []
     place = find_place(options.sglang, options.config_dir or _served_folder())
-    pairs = pairs or [_installed(options, place)]
     gpus = local_gpus()
+    pairs = pairs or [installed_pair(place, _wanted(options), {gpu.spec.file_name for gpu in gpus})]
     plans = [(pair, _plan(pair, options, gpus)) for pair in pairs]
     console = result_console()
     judged = []
@@ -113,40 +113,21 @@ def _served_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
-def _installed(options: _Options, place: Place) -> ConfigPair:
-    """Return the installed pair of a layer, that of the server's Triton before others; raises UserError for none."""
+def _wanted(options: _Options) -> Wanted:
     if options.experts is None or options.inter is None:
         missing = "--experts" if options.experts is None else "--inter"
         raise UserError(f"missing {missing}; the least is for example: --experts 256 --tp 8 --inter 2048")
     asked = MoEProblem.from_parallelism(
         experts=options.experts,
-        tp=options.tp or 1,
-        ep=options.ep or 1,
+        tp=given_or(options.tp, 1),
+        ep=given_or(options.ep, 1),
         inter=options.inter,
-        hidden=options.hidden or 1,
-        topk=options.topk or 1,
+        hidden=given_or(options.hidden, 1),
+        topk=given_or(options.topk, 1),
         dtype=options.dtype or "bf16",
-        shared_experts=options.shared_experts or 0,
+        shared_experts=given_or(options.shared_experts, 0),
     )
-    own = f"triton_{(place.triton_version or '').replace('.', '_')}"
-    entries = sorted(load_manifest(place.base).pairs, key=lambda entry: entry.triton_folder != own)
-    for entry in entries:
-        if not entry.up_name.startswith(f"E={asked.experts},N={asked.intermediate},"):
-            continue
-        pair = read_pair(place.configs / entry.triton_folder / entry.up_name)
-        there = pair.record.problem
-        for name, wanted, has in (
-            ("--hidden", options.hidden, there.hidden),
-            ("--topk", options.topk, there.routed_topk),
-            ("--dtype", options.dtype, there.dtype),
-        ):
-            if wanted is not None and wanted != has:
-                raise UserError(f"{pair.up_path} was tuned for {name} {has}, not {wanted}; tune for this layer")
-        return pair
-    raise UserError(
-        f"no pair for E={asked.experts}, N={asked.intermediate} is installed in {place.configs} (`sm120tune list` "
-        "shows what is); give the pair's file to verify it without an install"
-    )
+    return Wanted(asked.experts, asked.intermediate, options.hidden, options.topk, options.dtype)
 
 
 def _plan(pair: ConfigPair, options: _Options, gpus: tuple[LocalGPU, ...]) -> VerifyOptions:

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from sm120tune.measure.worker import warm_up
+
 Call = Callable[[], torch.Tensor]
 
 
@@ -36,6 +38,7 @@ class CudaStopwatch:
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.l2_bytes = int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+        warm_up(self.device)
 
     def record(self, calls: Sequence[Call]) -> Recording:
         """Capture the calls in a CUDA graph."""
