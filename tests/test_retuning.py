@@ -12,10 +12,12 @@ from synthetic import SMALL, Cost, StubPool, SyntheticLane, bowl, make_job, pair
 
 from sm120tune import tune as module
 from sm120tune.errors import UserError
+from sm120tune.job import Settings
 from sm120tune.measure.routing import BALANCED
 from sm120tune.observer import Silent
 from sm120tune.problem import DEFAULT_BATCH_SIZES, Gemm
 from sm120tune.provenance import FileProvenance, RowStatus, load
+from sm120tune.search.ladder import nearest
 from sm120tune.tiles import Tile
 from sm120tune.tune import Outcome, RunOptions, tune
 
@@ -124,6 +126,24 @@ def test_an_earlier_winner_is_tried_again(tuned: Tuned) -> None:
     for m in BAND:
         halves = {(request.gemm, request.tile) for request in lane.gemms if request.m == m}
         assert {(Gemm.GATE_UP, old[m].gate_up), (Gemm.DOWN, old[m].down)} <= halves
+
+
+def test_the_fewest_keys_of_a_band_count_on_the_rows_that_stay(tuned: Tuned) -> None:
+    first, _ = tuned(ALL, bowl)
+    old = {row.m: row.chosen for row in record_of(first).rows}
+    before = [blocks(path) for path in pair_files(first)]
+    settings = Settings(trials=20, exhaustive=False, budget_s=None, seed=0, fewest_keys=True)
+    second, _ = tuned(BAND, bowl, settings=settings)
+    new = {row.m: row.chosen for row in record_of(second).rows}
+    # Every other row stays; of the band those go whose M a neighbour serves as well, a row of the first run included.
+    assert set(old) - set(BAND) <= set(new)
+    assert set(old) - set(new)
+    for text, path in zip(before, pair_files(second), strict=True):
+        assert {m: row for m, row in blocks(path).items() if m not in BAND} == {
+            m: row for m, row in text.items() if m not in BAND
+        }
+    for m in BAND:
+        assert pair_us(bowl, new[nearest(list(new), m)], m) <= 1.02 * pair_us(bowl, old[m], m)
 
 
 def test_what_cannot_be_merged_is_refused_before_the_work(tuned: Tuned) -> None:
