@@ -6,7 +6,8 @@
 ``upstream`` does what SGLang's tuner does per candidate (fresh random weights, JIT compile in process, a CUDA graph of
 ten whole calls, 5 replays to warm up and 10 timed) on a random sample of its 1,920 tiles, once cold and once more with
 everything compiled. ``autotune`` points ``triton.autotune`` at SGLang's kernel for the gate_up GEMM. Both need a GPU;
-the first an SGLang whose fused_moe imports (``--preload`` as in whole_call.py), the second its source (``--sglang``).
+the first an SGLang whose fused_moe imports (``--preload`` as in ``sm120tune verify``), the second its source
+(``--sglang``).
 ``quality`` needs only a recorded table: what an exhaustive search for a single tile, and our file, lose to the best
 pair. What is scaled up from a sample has ``extrapolated`` in its name. Each part starts from an empty Triton cache.
 """
@@ -31,7 +32,6 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 import torch
-from whole_call import load_fused_moe
 
 from sm120tune.compiler.build import captured_output, use_cache_folder
 from sm120tune.measure.replay import best_pair
@@ -43,6 +43,7 @@ from sm120tune.provenance import load as load_provenance
 from sm120tune.tiles import TILE_FIELDS, Tile, TilePair
 from sm120tune.upstream.arguments import gemm_arguments, launch_flags, variant_for
 from sm120tune.upstream.locate import find_sglang
+from sm120tune.upstream.running import import_fused_moe
 from sm120tune.upstream.source import load_kernels
 from sm120tune.upstream.values import launch_values
 
@@ -95,8 +96,8 @@ class Report:
 class Upstream:
     """SGLang's own call, and what its tuner does with one candidate."""
 
-    def __init__(self, problem: MoEProblem, preload: Path | None) -> None:
-        self.fused_moe = load_fused_moe(preload)
+    def __init__(self, problem: MoEProblem, preload: Path | None, sglang: Path | None) -> None:
+        self.fused_moe = import_fused_moe(find_sglang(sglang), preload)
         from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
         from sglang.srt.layers.moe.moe_runner.triton_utils import override_config
         from sglang.srt.layers.moe.topk import StandardTopKOutput
@@ -283,7 +284,7 @@ def main() -> int:
     problem = MoEProblem(args.experts, args.inter, args.hidden, args.topk, args.experts, args.dtype)
     tiles = random.Random(args.seed).sample(GRID, len(GRID))
     sampled: list[Result] = []
-    upstream = report.part("sglang", Upstream, problem, args.preload)
+    upstream = report.part("sglang", Upstream, problem, args.preload, args.sglang)
     for index, m in enumerate(sizes if upstream else ()):
         # Every M has tiles of its own, so that its first pass compiles.
         own, limit_s = tiles[index :: len(sizes)], min(args.per_m_limit, report.left_s)

@@ -9,15 +9,16 @@ from typing import Any
 from sm120tune._jsonfile import Fields
 from sm120tune.tiles import Tile, TilePair
 
-BOUNDS = ("bandwidth", "compute")
-TIMERS = ("cuda", "model", "replay")
+BOUNDS = ("bandwidth", "compute", "unknown")
+TIMERS = ("cuda", "model", "replay", "none")
 
 
 class RowStatus(enum.StrEnum):
-    """Whether a row replaced today's pair or carries it."""
+    """Whether a row replaced today's pair, carries it, or came from elsewhere without any comparison."""
 
     TUNED = "tuned"
     KEPT = "kept"
+    CONVERTED = "converted"
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class RowProvenance:
     roofline_share: float | None
     """The roofline's time over the chosen pair's: 1 is the card's peak."""
     bound: str
-    """The roof that binds: one of BOUNDS."""
+    """The roof that binds: one of BOUNDS; unknown where nothing was timed."""
     timer: str
-    """One of TIMERS."""
+    """One of TIMERS; none for a converted row."""
     measured: bool
     what: str
     """What was timed: "chain", "whole_call", ..."""

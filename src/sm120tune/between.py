@@ -35,25 +35,38 @@ class Between:
         self._job = job
         self._pool = pool
         self._rows = {row.m: row for row in rows}
+        self._ladder = {row.m: row.chosen for row in rows} | self._surviving()
+        """What the written pair will hold."""
         self.added: dict[int, RowProvenance] = {}
         self._ratio: dict[tuple[int, int], float] = {}
+
+    def _surviving(self) -> dict[int, TilePair]:
+        """Return the rows of an earlier run that stay: an untimed row gives way to them."""
+        timed = {m for m, row in self._rows.items() if row.repetitions}
+        return {m: pair for m, pair in self._job.existing.items() if m not in timed}
 
     def gaps(self) -> list[Gap]:
         """Return the gaps where other rows than today's serve, as far as the workload's memory reaches.
 
-        Kept rows can be such: a key between two of today's hands M to today's row of another key.
+        Kept rows can be such: a key between two of today's hands M to today's row of another key. Gaps between two
+        rows of an earlier run were checked then.
         """
-        largest = max(self._job.batch_sizes)
-        return [gap for gap in gaps(tuple(self._rows)) if gap.first_above <= largest and self._changes(gap)]
+        largest = self._job.largest_m
+        surviving = self._surviving()
+        return [
+            gap
+            for gap in gaps(tuple(self._ladder))
+            if gap.first_above <= largest and not {gap.below, gap.above} <= surviving.keys() and self._changes(gap)
+        ]
 
     def _changes(self, gap: Gap) -> bool:
         meeting = ((gap.last_below, gap.below), (gap.first_above, gap.above))
-        return any(self._rows[key].chosen != self._job.today(m).pair for m, key in meeting)
+        return any(self._ladder[key] != self._job.today(m).pair for m, key in meeting)
 
     async def check(self, gap: Gap, lane: Timer) -> None:
         """Time both neighbours' rows where they meet, beside today's pair there, and add a key if one loses."""
         m = gap.last_below
-        below, above = self._rows[gap.below].chosen, self._rows[gap.above].chosen
+        below, above = self._ladder[gap.below], self._ladder[gap.above]
         today = self._job.today(m).pair
         if today is None or await why_not_runnable(self._job, self._pool, m, today) is not None:
             return
@@ -69,11 +82,11 @@ class Between:
         """Time at M the rows of the keys around it, beside its own."""
         if m not in self._rows:
             return
-        ladder = {**self._rows, **self.added}
+        ladder = {**self._ladder, **{key: row.chosen for key, row in self.added.items()}}
         keys = sorted(ladder)
         place = keys.index(m)
-        around = {key: ladder[key].chosen for key in keys[max(0, place - _WINDOW) : place + _WINDOW + 1]}
-        own = ladder[m].chosen
+        around = {key: ladder[key] for key in keys[max(0, place - _WINDOW) : place + _WINDOW + 1]}
+        own = ladder[m]
         samples = await self._race(m, lane, (own, *around.values()), _CROSS_ROUNDS)
         if samples is not None:
             own_us = statistics.median(samples[own])
@@ -82,7 +95,7 @@ class Between:
     def fewest(self) -> tuple[RowProvenance, ...]:
         """Return the rows of the fewest keys that keep every tuned M within tolerance, and of all other keys."""
         sizes = [m for m in self._job.batch_sizes if m in self._rows]
-        others = set(self._rows) - set(sizes)
+        others = set(self._ladder) - set(sizes)
         keep = {*fewest_keys(sizes, self._ratio, others | set(self.added)), *others}
         return tuple(row for m, row in sorted(self._rows.items()) if m in keep)
 

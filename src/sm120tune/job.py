@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -58,6 +59,10 @@ class Job:
     """Values of the tile fields that may be tried; a recorded table covers fewer."""
     table: Table | None = None
     """What answers when the timer is a replay."""
+    existing: Mapping[int, TilePair] = field(default_factory=dict)
+    """Rows of an earlier run that the result is merged into."""
+    reach: int | None = None
+    """Largest M that may be timed, where it is not the largest of the batch sizes."""
     _today: dict[int, Today] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What was looked up: SGLang's lookup reads its files anew each time, and progress asks after every trial."""
 
@@ -65,6 +70,18 @@ class Job:
     def limits(self) -> Limits:
         """What one block may use on the card."""
         return Limits(self.device.shared_memory_per_block, self.device.registers_per_sm)
+
+    @property
+    def largest_m(self) -> int:
+        """The largest M that may be timed."""
+        return self.reach or max(self.batch_sizes)
+
+    @property
+    def seam_m(self) -> int:
+        """The first M that the next key above the batch sizes serves: up to there a tuned row has to hold."""
+        last = max(self.batch_sizes)
+        above = [key for key in {*DEFAULT_BATCH_SIZES, *self.lookup.file_keys(self.problem)} if key > last]
+        return (last + min(above)) // 2 + 1 if above else last
 
     @property
     def kind(self) -> Literal["measured", "estimated", "replayed"]:

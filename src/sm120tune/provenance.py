@@ -23,6 +23,8 @@ __all__ = [
     "KINDS",
     "SCHEMA_VERSION",
     "TIMERS",
+    "UNKNOWN_ROUTING",
+    "UNKNOWN_SOURCE",
     "FileProvenance",
     "RowProvenance",
     "RowStatus",
@@ -34,8 +36,14 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-KINDS = ("measured", "estimated", "replayed")
-"""What a whole file is made of: a GPU's times, a model's, or a recorded table's."""
+KINDS = ("measured", "estimated", "replayed", "converted")
+"""What a whole file is made of: a GPU's times, a model's, a recorded table's, or rows of another file, untimed."""
+
+UNKNOWN_SOURCE = "unknown"
+"""``kernel_source_hash`` of a pair that came from a file which does not tell."""
+
+UNKNOWN_ROUTING = "unknown"
+"""``routing`` of a converted row."""
 
 
 @dataclass(frozen=True)
@@ -134,15 +142,18 @@ def load(path: Path) -> FileProvenance:
         raise UserError(f"{path} is damaged: {error}; restore it, or write the ladder again with --replace") from None
 
 
-def merge_conflict(old: FileProvenance, new: FileProvenance) -> str | None:
-    """Name in one line the first thing in which two ladders differ so that their rows must not mix, or None."""
+def merge_conflict(old: FileProvenance, new: FileProvenance, routing: str | None = None) -> str | None:
+    """Name in one line the first thing in which two ladders differ so that their rows must not mix, or None.
+
+    ``routing`` stands for that of rows which ``new`` does not have yet.
+    """
     before, after = old.problem.to_json(), new.problem.to_json()
     pairs = [(f"problem.{key}", before[key], after[key]) for key in after]
     pairs.append(("device", old.device.get("name"), new.device.get("name")))
     pairs.append(("Triton version", old.versions.get("triton"), new.versions.get("triton")))
     pairs.append(("kernel_source_hash", old.kernel_source_hash, new.kernel_source_hash))
-    if old.rows and new.rows:
-        pairs.append(("routing", _routings(old), _routings(new)))
+    if old.rows and (new.rows or routing):
+        pairs.append(("routing", _routings(old), routing or _routings(new)))
     pairs.append(("kind", old.kind, new.kind))
     for name, there, here in pairs:
         if there != here:

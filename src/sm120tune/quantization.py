@@ -10,6 +10,8 @@ from sm120tune.errors import UserError
 DTYPES = ("bf16", "fp16", "fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16")
 """What SGLang's two kernels run; the quantized ones with bf16 activations in and out."""
 
+UNQUANTIZED = ("bf16", "fp16")
+
 GROUP_SIZES = (32, 64, 128)
 """Group sizes of int4 and grouped int8 weights in checkpoints that SGLang loads."""
 
@@ -60,7 +62,7 @@ class Quantization:
     @property
     def quantized(self) -> bool:
         """Whether weights have scales."""
-        return self.dtype not in {"bf16", "fp16"}
+        return self.dtype not in UNQUANTIZED
 
     @property
     def weight_only(self) -> bool:

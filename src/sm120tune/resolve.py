@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sm120tune.devices import (
@@ -17,6 +17,7 @@ from sm120tune.devices import (
     local_gpus,
 )
 from sm120tune.errors import UserError
+from sm120tune.install.originals import originals
 from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.memory import activation_bytes, weight_bytes
@@ -130,9 +131,9 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
     config_dir = os.environ.get("SGLANG_MOE_CONFIG_DIR")
     folder = Path(config_dir) if config_dir else None
     names = ConfigLookup(tree, target, config_dir=folder).file_names(request.problem)
-    lookup = ConfigLookup(tree, target, config_dir=folder, hidden_files=_own_files(tree, folder, request.output, names))
-    _check_memory(request.problem, max(request.batch_sizes), card.gpus)
-    return Job(
+    lookup = ConfigLookup(tree, target, config_dir=folder, stand_ins=_own_files(tree, folder, request.output, names))
+    check_memory(request.problem, max(request.batch_sizes), card.gpus)
+    job = Job(
         problem=request.problem,
         device=card.spec,
         gpus=card.gpus,
@@ -148,22 +149,26 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
         values=VALUES if request.table is None else table_values(request.table),
         table=request.table,
     )
+    fits = all(_needed(job.problem, job.seam_m) <= _USABLE_SHARE * gpu.free_bytes for gpu in card.gpus)
+    return replace(job, reach=job.seam_m if fits else None)
 
 
-def _own_files(tree: SGLangTree, config_dir: Path | None, output: Path, names: Sequence[str]) -> list[Path]:
-    """Return the config files that this tool made: they do not count as what SGLang runs today.
+def _own_files(
+    tree: SGLangTree, config_dir: Path | None, output: Path, names: Sequence[str]
+) -> dict[Path, Path | None]:
+    """Return the config files that this tool made, each with what it replaced: they are not what SGLang runs today.
 
-    A file is ours when provenance with the same rows lies beside its tree, or when it is a copy of one in the output
-    folder.
+    A file is ours when an install put it there, when provenance with the same rows lies beside its tree, or when it
+    is a copy of one in the output folder; only of an installed one it is known what was there before.
     """
     base = config_dir if config_dir is not None else tree.configs_dir.parent
-    ours: list[Path] = []
+    ours = originals(base)
     for name in names:
         written = [path.read_bytes() for path in output.glob(f"*/configs/triton_*/{_literal(name)}")]
         for path in (base / "configs").glob(f"triton_*/{_literal(name)}"):
             record = base / "provenance" / path.parent.name / name
             if path.read_bytes() in written or (record.is_file() and _recorded(record, path)):
-                ours.append(path)
+                ours.setdefault(path, None)
     return ours
 
 
@@ -181,11 +186,16 @@ def _literal(name: str) -> str:
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 
-def _check_memory(problem: MoEProblem, max_m: int, gpus: Sequence[LocalGPU]) -> None:
-    needed = weight_bytes(problem) + activation_bytes(problem, max_m)
+def check_memory(problem: MoEProblem, max_m: int, gpus: Sequence[LocalGPU]) -> None:
+    """Raise UserError where a GPU has not enough free memory for one call with ``max_m`` tokens."""
+    needed = _needed(problem, max_m)
     for gpu in gpus:
         if needed > _USABLE_SHARE * gpu.free_bytes:
             raise UserError(
                 f"GPU {gpu.index}: {problem} with M={max_m} needs {needed / 2**30:.1f} GiB, "
                 f"{gpu.free_bytes / 2**30:.1f} GiB are free; end other jobs, use a larger --tp or smaller --batch-sizes"
             )
+
+
+def _needed(problem: MoEProblem, max_m: int) -> int:
+    return weight_bytes(problem) + activation_bytes(problem, max_m)

@@ -1,4 +1,4 @@
-"""First candidates for one M: today's pair, shipped rows of similar keys, and what the model likes."""
+"""First candidates for one M: today's pair, an earlier run's, shipped rows of similar keys, what the model likes."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Seeds:
         today = job.today(m).pair
         return [
             *([today] if today is not None else []),
+            *([job.existing[m]] if m in job.existing else []),
             job.lookup.builtin_pair(job.problem, m),
             *self._model_leaders(m),
             *self._shipped.pairs(m),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sm120tune import __version__
@@ -26,7 +28,7 @@ from sm120tune.runner import Runner, RunResult
 from sm120tune.search.journal import Journal
 from sm120tune.search_space import space_hash
 from sm120tune.state import cache_root
-from sm120tune.writer import Ladder, WrittenPair, write_ladder
+from sm120tune.writer import Ladder, WrittenPair, existing_rows, write_ladder
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class RunOptions:
 def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
     """Tune and write; raises UserError, and KeyboardInterrupt with every finished trial in the journal."""
     begin = time.monotonic() if options.began is None else options.began
+    if not options.replace:
+        # Before the work: what cannot be merged would be refused after it.
+        record, names = _record(job, RunResult((), Counter())), job.lookup.file_names(job.problem)
+        job = replace(job, existing=existing_rows(options.output, record, names, str(job.routing)))
     root = cache_root()
     journal = Journal(root / "runs", job.identity(), fresh=options.fresh, space=space_hash(job.values))
     cache = CompileCache(root / "compile")
@@ -61,7 +67,7 @@ def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
     pool: VariantPool = CompilePool(cache, workers) if job.table is None else ReplayPool(job.table)
     lanes: list[Timer] = []
     try:
-        lanes = _make_lanes(job, cache, observer)
+        lanes = make_lanes(job, cache, observer.event)
         try:
             result = asyncio.run(Runner(job, pool, lanes, journal, observer, options.began).run())
         except* UserError as group:
@@ -86,17 +92,18 @@ def _first(group: BaseExceptionGroup[UserError]) -> UserError:
     return error
 
 
-def _make_lanes(job: Job, cache: CompileCache, observer: Observer) -> list[Timer]:
+def make_lanes(job: Job, cache: CompileCache, on_event: Callable[[str], None]) -> list[Timer]:
+    """Return what times the job: a lane for each GPU, or the one of a model or a recorded table."""
     if job.table is not None:
         return [ReplayLane(job.table, job.settings.seed)]
     if job.timer != "cuda":
         return [ModelLane(job.problem, job.device, job.routing)]
-    return [GpuLane(f"GPU {gpu.index}", worker_setup(job, gpu, cache), observer.event) for gpu in job.gpus]
+    return [GpuLane(f"GPU {gpu.index}", worker_setup(job, gpu, cache), on_event) for gpu in job.gpus]
 
 
 def worker_setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
     """Return what a GPU's worker needs to time the job."""
-    max_m = max(job.batch_sizes)
+    max_m = job.largest_m
     return WorkerSetup(
         visible_device=gpu.visible_token,
         source=job.source,
@@ -108,15 +115,14 @@ def worker_setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
     )
 
 
-def _ladder(job: Job, result: RunResult) -> Ladder:
+def _record(job: Job, result: RunResult) -> FileProvenance:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         torch_version = version("torch")
     except PackageNotFoundError:
         torch_version = "unknown"
-    up_name, down_name = job.lookup.file_names(job.problem)
-    provenance = FileProvenance(
+    return FileProvenance(
         tool_version=__version__,
         kind=job.kind,
         problem=job.problem,
@@ -143,8 +149,12 @@ def _ladder(job: Job, result: RunResult) -> Ladder:
         failures=dict(result.failures),
         rows=result.rows,
     )
+
+
+def _ladder(job: Job, result: RunResult) -> Ladder:
+    up_name, down_name = job.lookup.file_names(job.problem)
     rows = {row.m: row.chosen for row in result.rows}
     if not rows:
         raise UserError("no M has a pair that runs on this card; nothing was written")
     superseded = frozenset(job.batch_sizes) - set(rows) if job.settings.fewest_keys else frozenset[int]()
-    return Ladder(up_name, down_name, job.triton_version, rows, provenance, superseded)
+    return Ladder(up_name, down_name, job.triton_version, rows, _record(job, result), superseded)

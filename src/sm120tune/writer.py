@@ -52,12 +52,7 @@ class Ladder:
         Raises UserError for a version that is not plain integers: SGLang's lookup parses every ``triton_*`` folder
         with ``int()`` and crashes on any other.
         """
-        if not re.fullmatch(r"[0-9]+(\.[0-9]+)+", self.triton_version):
-            raise UserError(
-                f"Triton {self.triton_version!r} is no release version; SGLang's lookup crashes on a folder named "
-                "after it, so tune with a released Triton such as 3.6.0"
-            )
-        return "triton_" + self.triton_version.replace(".", "_")
+        return _folder(self.triton_version)
 
 
 @dataclass(frozen=True)
@@ -83,13 +78,7 @@ def write_ladder(root: Path, ladder: Ladder, *, replace: bool = False, lock_time
             raise UserError(f"{name!r} is no SGLang config file name; it must be a plain name ending in .json")
     if ladder.up_name == ladder.down_name:
         raise UserError(f"{ladder.up_name!r} is given for both files of the pair; the down file's name must differ")
-    kind_root = root / ladder.provenance.kind
-    configs, records = kind_root / "configs" / ladder.folder, kind_root / "provenance" / ladder.folder
-    paths = WrittenPair(
-        up_path=configs / ladder.up_name,
-        down_path=configs / ladder.down_name,
-        provenance_paths=(records / ladder.up_name, records / ladder.down_name),
-    )
+    paths = _paths(root / ladder.provenance.kind, ladder.folder, (ladder.up_name, ladder.down_name))
     with _locked(root, lock_timeout_s):
         try:
             # Provenance last: a config that it does not match is told as damaged, never as ours.
@@ -97,6 +86,35 @@ def write_ladder(root: Path, ladder: Ladder, *, replace: bool = False, lock_time
         except FilesError as error:
             raise UserError(f"{error}; free the space or the path, or choose another --output") from None
     return paths
+
+
+def existing_rows(root: Path, record: FileProvenance, names: tuple[str, str], routing: str) -> dict[int, TilePair]:
+    """Return the rows under ``root`` that a ladder of this provenance is going to be merged into, if there is a pair.
+
+    ``record`` needs no rows yet; ``routing`` is that of the rows to come. Raises what :func:`write_ladder` raises.
+    """
+    paths = _paths(root / record.kind, _folder(record.versions["triton"]), names)
+    old = _existing(paths)
+    if old is None:
+        return {}
+    conflict = prov.merge_conflict(old, record, routing)
+    if conflict is not None:
+        raise UserError(f"{paths.up_path} is for something else: {conflict}; {_HINT}")
+    return {row.m: row.chosen for row in old.rows}
+
+
+def _folder(triton_version: str) -> str:
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)+", triton_version):
+        raise UserError(
+            f"Triton {triton_version!r} is no release version; SGLang's lookup crashes on a folder named "
+            "after it, so tune with a released Triton such as 3.6.0"
+        )
+    return "triton_" + triton_version.replace(".", "_")
+
+
+def _paths(kind_root: Path, folder: str, names: tuple[str, str]) -> WrittenPair:
+    configs, records = (kind_root / part / folder for part in ("configs", "provenance"))
+    return WrittenPair(configs / names[0], configs / names[1], (records / names[0], records / names[1]))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 from made_pairs import Maker, picture, rows
 
 import sm120tune
+from sm120tune.check.rules import rules_of
 from sm120tune.errors import UserError
 from sm120tune.install import InstallOptions, PickupError, find_pairs, find_place, install, uninstall
 from sm120tune.install.manifest import MANIFEST
@@ -65,6 +66,8 @@ def test_whatever_fails_midway_is_undone(replacing: Maker, error: Exception, mon
     site, base = replacing.site, replacing.place.base
     before = picture(site)
     expected = UserError if isinstance(error, OSError) else Stop
+    # Known once for each tree, and found out in a temporary folder: no step of an install.
+    rules_of(replacing.place.tree)
     steps: list[tuple[Callable[[], object], dict[str, Any]]] = [
         (lambda: replacing.install(replacing.output), before),
         (lambda: uninstall(base, None), {}),

@@ -15,6 +15,7 @@ from sm120tune.install import Consent, InstallOptions, find_pairs, find_place, i
 from sm120tune.install.manifest import MANIFEST
 from sm120tune.install.soundness import check_pair
 from sm120tune.problem import MoEProblem
+from sm120tune.tiles import Tile, TilePair
 from sm120tune.upstream.source import load_kernels
 from sm120tune.writer import WrittenPair
 
@@ -69,7 +70,7 @@ def test_use_tma_in_an_up_file_needs_an_sglang_that_knows_it(sglang_0_5_15: Path
     old = Maker(copied(sglang_0_5_15, tmp_path / "old", without_configs=True), tmp_path / "old-output")
     tma = rows(1, 8, tma="up down")
     written = old.write(tma)
-    refused(lambda: old.install(written.up_path, consent=FORCE), "USE_TMA at M=1", "0.5.15", unchanged=old.site)
+    refused(lambda: old.install(written.up_path, consent=FORCE), "USE_TMA in an up file", "0.5.15", unchanged=old.site)
     assert old.install(old.write(rows(1, 8, tma="down")).up_path).pairs[0].state == "installed"
     assert maker.install(maker.write(tma).up_path).pairs[0].state == "installed"
 
@@ -263,3 +264,24 @@ def test_without_any_triton_the_version_is_not_compared(maker: Maker) -> None:
     (warning,) = check_pair(pair, place, Consent())
     assert "not compared" in warning
     assert (pair.device_name, pair.record.problem) == (CARD, PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("tile", "words"),
+    [
+        (Tile(128, 256, 128, 1, 8, 4), ["needs at least", "of 101,376 B", "at M=8"]),
+        (Tile(16, 64, 64, 1, 6, 3), ["num_warps=6 is no power of two", "at M=8"]),
+        (Tile(16, 64, 128, 1, 4, 2, USE_TMA=True), ["USE_TMA with K=96", "at M=8"]),
+    ],
+)
+def test_what_check_calls_an_error_is_never_installed(maker: Maker, tile: Tile, words: list[str]) -> None:
+    up = Tile(tile.BLOCK_SIZE_M, 32, 32, 1, 4, 2)
+    written = maker.write({1: rows(1)[1], 8: TilePair(up, tile), 64: rows(64)[64]})
+    refused(lambda: maker.install(written.up_path, consent=FORCE), *words, unchanged=maker.site)
+
+
+def test_a_folder_that_breaks_other_lookups_is_told(maker: Maker) -> None:
+    (maker.place.configs / "triton_3_7_0rc1").mkdir(parents=True)
+    (warning,) = maker.install(maker.write().up_path).warnings
+    assert "triton_3_7_0rc1" in warning
+    assert "ValueError" in warning

@@ -396,15 +396,15 @@ def test_hidden_files_are_absent(make: Make, release: str) -> None:
     ours = [made.write("3.8.0", {8: row(16)}), made.write("3.8.0", {8: row(16)}, DOWN)]
     theirs = made.write("3.4.0", {8: row(64)})
     assert made.lookup().todays_pair(PROBLEM, 8).pair == TilePair.same(tile(16))
-    lookup = made.lookup(hidden_files=ours)
+    lookup = made.lookup(stand_ins=dict.fromkeys(ours))
     today = lookup.todays_pair(PROBLEM, 8)
     assert today.pair == TilePair.same(tile(64))
     assert (today.up_source, today.down_source) == (str(theirs), str(theirs))
     assert lookup.file_keys(PROBLEM) == (8,)
-    assert made.lookup(hidden_files=[*ours, theirs]).todays_pair(PROBLEM, 8).up_source == BUILT_IN
+    assert made.lookup(stand_ins=dict.fromkeys([*ours, theirs])).todays_pair(PROBLEM, 8).up_source == BUILT_IN
     # Damage in a file of ours does not stop anything.
     ours[0].write_text("{")
-    assert made.lookup(hidden_files=ours).todays_pair(PROBLEM, 8).pair == TilePair.same(tile(64))
+    assert made.lookup(stand_ins=dict.fromkeys(ours)).todays_pair(PROBLEM, 8).pair == TilePair.same(tile(64))
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -419,7 +419,7 @@ def test_config_dir_replaces_the_shipped_tree(
     assert today.pair == TilePair.same(tile(128))
     assert today.up_source == str(file)
     assert made.lookup(config_dir=other).file_keys(PROBLEM) == (8, 64)
-    assert made.lookup(config_dir=other, hidden_files=[file]).todays_pair(PROBLEM, 8).up_source == BUILT_IN
+    assert made.lookup(config_dir=other, stand_ins={file: None}).todays_pair(PROBLEM, 8).up_source == BUILT_IN
     # Only the argument counts, as the caller has read the variable already.
     monkeypatch.setenv("SGLANG_MOE_CONFIG_DIR", str(other))
     assert made.lookup().todays_pair(PROBLEM, 8).pair == TilePair.same(tile(64))

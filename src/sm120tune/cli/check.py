@@ -21,7 +21,7 @@ from sm120tune.check.rules import rules_of
 from sm120tune.check.server import Server, check_server
 from sm120tune.check.view import ServerView
 from sm120tune.cli.model import given_model, model_lines, model_options
-from sm120tune.cli.options import block_shape
+from sm120tune.cli.options import block_shape, given_or, layer_options
 from sm120tune.devices import DeviceSpec, find_device, known_devices
 from sm120tune.errors import UserError
 from sm120tune.models import MoEModel
@@ -72,14 +72,7 @@ class CheckOptions:
 @click.command("check", context_settings={"show_default": True})
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[FILE|FOLDER]...")
 @model_options
-@click.option("--experts", type=int, help="Routed experts of the model: check what a server of it would run.")
-@click.option("--tp", type=int, help="Tensor parallel size.  [default: 1]")
-@click.option("--ep", type=int, help="Expert parallel size.  [default: 1]")
-@click.option("--inter", type=int, help="moe_intermediate_size of the model, before any split.")
-@click.option("--hidden", type=int, help=f"Hidden size.  [default: {ASSUMED_HIDDEN}]")
-@click.option("--topk", type=int, help=f"Experts per token.  [default: {ASSUMED_TOPK}]")
-@click.option("--dtype", help=f"One of {', '.join((*COMPILED_DTYPES, *QUANTIZED))}.  [default: bf16]")
-@click.option("--shared-experts", type=int, help="Shared experts fused into the routed ones.  [default: 0]")
+@layer_options((*COMPILED_DTYPES, *QUANTIZED), ASSUMED_HIDDEN, ASSUMED_TOPK)
 @click.option("--block-shape", help="Quantization block of a block-wise checkpoint, for example 128,128.")
 @click.option("--per-channel", is_flag=True, help="The checkpoint is quantized per channel.")
 @click.option(
@@ -183,7 +176,7 @@ def _server(options: CheckOptions, model: MoEModel | None, tree: SGLangTree) -> 
 
 def _problem(options: CheckOptions, model: MoEModel | None) -> MoEProblem:
     if model is not None:
-        problem = model.problem(tp=_or(options.tp, 1), ep=_or(options.ep, 1))
+        problem = model.problem(tp=given_or(options.tp, 1), ep=given_or(options.ep, 1))
         for line in model_lines(model):
             _tell(line)
         return problem
@@ -199,21 +192,17 @@ def _problem(options: CheckOptions, model: MoEModel | None) -> MoEProblem:
         raise UserError(f"{given} with --dtype {dtype}: only fp8_w8a8 and int8_w8a8 files have it; drop one of the two")
     problem = MoEProblem.from_parallelism(
         experts=options.experts,
-        tp=_or(options.tp, 1),
-        ep=_or(options.ep, 1),
+        tp=given_or(options.tp, 1),
+        ep=given_or(options.ep, 1),
         inter=options.inter,
-        hidden=_or(options.hidden, ASSUMED_HIDDEN),
-        topk=_or(options.topk, ASSUMED_TOPK),
-        shared_experts=_or(options.shared_experts, 0),
+        hidden=given_or(options.hidden, ASSUMED_HIDDEN),
+        topk=given_or(options.topk, ASSUMED_TOPK),
+        shared_experts=given_or(options.shared_experts, 0),
         dtype=dtype if dtype in quantized else "bf16",
         block_shape=block_shape(options.block_shape),
         per_channel_quant=options.per_channel,
     )
     return replace(problem, dtype=dtype)
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value
 
 
 def _document(report: Report, tree: SGLangTree | None) -> dict[str, Any]:

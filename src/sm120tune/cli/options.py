@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from sm120tune.errors import UserError
+from sm120tune.problem import check_batch_sizes
 from sm120tune.quantization import DTYPES, GROUP_SIZES
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -62,3 +63,40 @@ def block_shape(text: str | None) -> tuple[int, int] | None:
     if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f"--block-shape {text!r} is no pair of positive integers; write for example 128,128")
     return (int(parts[0]), int(parts[1]))
+
+
+def layer_options(dtypes: Sequence[str], hidden: int | str, topk: int | str) -> Callable[[_F], _F]:
+    """Add a model's numbers, all None where not given; ``hidden`` and ``topk`` are what is assumed then."""
+    options = (
+        click.option("--experts", type=int, help="Routed experts of the model."),
+        click.option("--tp", type=int, help="Tensor parallel size.  [default: 1]"),
+        click.option("--ep", type=int, help="Expert parallel size.  [default: 1]"),
+        click.option("--inter", type=int, help="moe_intermediate_size of the model, before any split."),
+        click.option("--hidden", type=int, help=f"Hidden size.  [default: {hidden}]"),
+        click.option("--topk", type=int, help=f"Experts per token.  [default: {topk}]"),
+        click.option("--dtype", help=f"One of {', '.join(dtypes)}.  [default: bf16]"),
+        click.option("--shared-experts", type=int, help="Shared experts fused into the routed ones.  [default: 0]"),
+    )
+
+    def add(command: _F) -> _F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def given_or(value: int | None, default: int) -> int:
+    """Return an option's value, 0 too, or the default where it was not given."""
+    return default if value is None else value
+
+
+def batch_sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """Read ``--batch-sizes``, () where it was not given; raises UserError for what is no list of distinct sizes."""
+    if value is None:
+        return ()
+    try:
+        sizes = [int(part) for part in value.split(",")]
+    except ValueError:
+        raise UserError(f"--batch-sizes {value!r} is no list of integers; write for example 1,64,4096") from None
+    return check_batch_sizes(sizes)

@@ -34,6 +34,11 @@ def console(*, quiet: bool) -> Console:
     return Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, width=width)
 
 
+def result_console() -> Console:
+    """Return a console on stdout, for a table that is the command's result."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+
+
 def show_lines(out: Console, lines: Iterable[str]) -> None:
     """Print lines as they are: a block shape in brackets is no markup."""
     for line in lines:

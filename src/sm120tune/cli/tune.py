@@ -13,7 +13,7 @@ import click
 
 from sm120tune.cli import report
 from sm120tune.cli.model import check_no_numbers, model_options
-from sm120tune.cli.options import quantization_options
+from sm120tune.cli.options import batch_sizes, quantization_options
 from sm120tune.cli.progress import make_observer
 from sm120tune.cli.targets import DEFAULT_HIDDEN, DEFAULT_TOPK, LayerOptions, Target, parse_tp, read_jobs
 from sm120tune.devices import busy_reason, find_device
@@ -22,7 +22,7 @@ from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.routing import parse_routing
 from sm120tune.measure.table import Table, read_table
-from sm120tune.problem import DEFAULT_BATCH_SIZES, check_batch_sizes
+from sm120tune.problem import DEFAULT_BATCH_SIZES
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.tune import Outcome, RunOptions, tune
 
@@ -56,14 +56,6 @@ class TuneOptions:
     as_json: bool
 
 
-def _sizes(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        sizes = [int(part) for part in value.split(",")]
-    except ValueError:
-        raise UserError(f"--batch-sizes {value!r} is no list of integers; write for example 1,64,4096") from None
-    return check_batch_sizes(sizes)
-
-
 _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 
 
@@ -86,7 +78,7 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
     "--batch-sizes",
     default=_DEFAULT_SIZES,
     show_default=False,
-    callback=_sizes,
+    callback=batch_sizes,
     help=f"Values of M (tokens) to tune, with commas between.  [default: {_DEFAULT_SIZES.replace(',', ', ')}]",
 )
 @click.option(

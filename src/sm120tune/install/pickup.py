@@ -102,9 +102,8 @@ def _ask_imported(pair: ConfigPair, place: Place, triton_version: str) -> str:
             else "not asked (another sglang is importable)"
         )
     problem = pair.record.problem
-    relative = place.tree.config_file.relative_to(place.tree.package.parent).with_suffix("")
     request = {
-        "module": ".".join(relative.parts),
+        "module": place.tree.module_of(place.tree.config_file),
         "device_name": pair.device_name,
         "triton_version": triton_version,
         "arguments": [problem.experts, problem.key_n, config_dtype(problem), *(problem.block_shape or (0, 0))],

@@ -16,8 +16,8 @@ from sm120tune.install.manifest import (
     Manifest,
     Original,
     digest,
-    load_manifest,
 )
+from sm120tune.install.originals import originals
 from sm120tune.install.pair import ConfigPair
 from sm120tune.install.place import Place
 
@@ -90,12 +90,11 @@ def plan_fill(place: Place, changes: Changes) -> tuple[InstalledFile, ...]:
         raise UserError("--fill copies SGLang's shipped tree into a --config-dir; give one")
     shipped = place.tree.configs_dir
     base = shipped.parent
-    ours = {file.path: file for pair in load_manifest(base).pairs for file in pair.files}
+    before = originals(base)
     filled: list[InstalledFile] = []
     for path in sorted(shipped.glob("triton_*/*.json")):
         target = f"configs/{path.parent.name}/{path.name}"
-        own = ours.get(target)
-        source = path if own is None else None if own.original is None else base / own.original.backup
+        source = before.get(path, path)
         content = Changes(base).read(str(source.relative_to(base))) if source is not None else None
         if content is not None and changes.read(target) is None:
             changes.put(target, content)

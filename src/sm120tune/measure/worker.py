@@ -162,11 +162,11 @@ def _make_timer() -> CudaTimer:
         seed=_setup.seed,
         device=device,
     )
-    _warm_up(device)
+    warm_up(device)
     return CudaTimer(workload, Launcher(_setup.source), torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def _warm_up(device: Any) -> None:
+def warm_up(device: Any) -> None:
     """Run the card up to its clocks: the first candidates would otherwise be timed on an idle card."""
     import time
 

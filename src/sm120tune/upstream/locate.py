@@ -50,6 +50,10 @@ class SGLangTree:
         """SGLang's own fused_moe, which decides about TMA and the launch order."""
         return self.config_file.parent / "fused_moe.py"
 
+    def module_of(self, file: Path) -> str:
+        """Return the name by which Python imports one of the tree's files."""
+        return ".".join(file.relative_to(self.package.parent).with_suffix("").parts)
+
 
 def find_sglang(path: Path | None = None) -> SGLangTree:
     """Locate SGLang: under ``path`` (a checkout, site-packages or the package), else the importable one.

@@ -10,7 +10,7 @@ import ast
 import builtins
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ class Today:
 class ConfigLookup:
     """SGLang's lookup over one tree (or one SGLANG_MOE_CONFIG_DIR folder) for one target.
 
-    ``hidden_files`` are treated as absent, so that files which this tool installed do not count as today's.
+    ``stand_ins`` are config files that are read from elsewhere, or with None treated as absent, so that files which
+    this tool installed do not count as today's.
     """
 
     def __init__(
@@ -57,14 +58,15 @@ class ConfigLookup:
         target: Target,
         *,
         config_dir: Path | None = None,
-        hidden_files: Iterable[Path] = (),
+        stand_ins: Mapping[Path, Path | None] | None = None,
     ) -> None:
         self.tree = tree
         self.target = target
         self._read: list[str] = []
         """Files that the last lookup opened."""
         self._configs_dir = config_dir / "configs" if config_dir is not None else tree.configs_dir
-        self._namespace = _load(tree, target, config_dir, frozenset(str(path) for path in hidden_files), self._read)
+        elsewhere = {str(path): other for path, other in (stand_ins or {}).items()}
+        self._namespace = _load(tree, target, config_dir, elsewhere, self._read)
         self._up_tma = "up_moe_use_tma" in _text(tree.fused_moe_file)
 
     @property
@@ -240,7 +242,7 @@ class _StripSGLangImports(ast.NodeTransformer):
 
 
 def _load(
-    tree: SGLangTree, target: Target, config_dir: Path | None, hidden: frozenset[str], read: list[str]
+    tree: SGLangTree, target: Target, config_dir: Path | None, elsewhere: Mapping[str, Path | None], read: list[str]
 ) -> dict[str, Any]:
     file = tree.config_file
     stripper = _StripSGLangImports()
@@ -248,8 +250,9 @@ def _load(
     stubs = _stubs(target)
 
     def recording_open(path: Any, *args: Any, **kwargs: Any) -> Any:
-        read.append(str(path))
-        return builtins.open(path, *args, **kwargs)
+        found = str(elsewhere.get(str(path)) or path)
+        read.append(found)
+        return builtins.open(found, *args, **kwargs)
 
     namespace: dict[str, Any] = {
         "__name__": "sm120tune_upstream_lookup",
@@ -260,17 +263,17 @@ def _load(
     exec(compile(module, str(file), "exec"), namespace)
     namespace["logger"] = _Log()
     namespace["triton"] = types.SimpleNamespace(__version__=target.triton_version)
-    namespace["os"] = _os_with(config_dir, hidden)
+    namespace["os"] = _os_with(config_dir, elsewhere)
     if "_get_cuda_shared_memory_per_block_optin" in namespace:
         namespace["_get_cuda_shared_memory_per_block_optin"] = lambda: target.shared_memory_per_block
     return namespace
 
 
-def _os_with(config_dir: Path | None, hidden: frozenset[str]) -> Any:
+def _os_with(config_dir: Path | None, elsewhere: Mapping[str, Path | None]) -> Any:
     """Return the ``os`` that SGLang's module sees: one environment variable set or unset, some files absent."""
     environ = {k: v for k, v in os.environ.items() if k != "SGLANG_MOE_CONFIG_DIR"}
     if config_dir is not None:
         environ["SGLANG_MOE_CONFIG_DIR"] = str(config_dir)
     path = types.SimpleNamespace(**{name: getattr(os.path, name) for name in os.path.__all__})
-    path.exists = lambda p: str(p) not in hidden and os.path.exists(p)
+    path.exists = lambda p: elsewhere.get(str(p), p) is not None and os.path.exists(p)
     return types.SimpleNamespace(environ=environ, path=path, listdir=os.listdir, getenv=environ.get)
