@@ -59,7 +59,6 @@ def test_numbers_beside_a_model(command: InProcess, number: str) -> None:
         (str(DATA), [], [f"{DATA} has no config.json"]),
         (str(DATA / "README.md"), [], ["README.md is no JSON"]),
         ("GLM-5", ["--tp", "3"], ["GLM-5", "2048", "tp 3"]),
-        ("GLM-5-FP8", [], ["GLM-5-FP8", "fp8_w8a8", "bf16"]),
         (str(DATA / "glm5_nvfp4"), [], ["glm5_nvfp4", "FP4 MoE kernels", "--force"]),
         ("gpt-oss-20b", [], ["gpt-oss-20b", "MXFP4", "changes nothing", "--force"]),
         (str(DATA / "nemotron_h.json"), ["--force"], ["nemotron_h", "no gate projection"]),
@@ -104,3 +103,8 @@ def test_check_takes_a_model(command: InProcess) -> None:
 )
 def test_check_refuses(command: InProcess, more: list[str], words: list[str]) -> None:
     command.refused("check", "--device", CARD, "--sglang", str(command.line.sglang), *more, words=words)
+
+
+def test_a_quantized_model_asks_for_its_own_file(command: InProcess) -> None:
+    files, _ = planned(command, "GLM-5-FP8", "--tp", "8")
+    assert files[0] == f"E=257,N=256,device_name={CARD_FILE},dtype=fp8_w8a8,block_shape=[128, 128].json"

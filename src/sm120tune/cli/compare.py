@@ -23,7 +23,7 @@ from sm120tune.devices import busy_reason
 from sm120tune.errors import UserError
 from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import Timer, TimerName
-from sm120tune.measure.routing import parse_routing
+from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
 from sm120tune.problem import check_batch_sizes
 from sm120tune.quantization import DTYPES
 from sm120tune.resolve import CardRequest, JobRequest, resolve_card, resolve_job
@@ -64,7 +64,7 @@ class _Options:
     help="Values of M.  [default: those of --mix, else every key of both]",
 )
 @click.option("--mix", help="How often each M is called, as M:SHARE,…  [default: every M alike]")
-@click.option("--routing", default="uniform", help="uniform, balanced or power:ALPHA.")
+@click.option("--routing", default="uniform", help=f"{ROUTING_CHOICES}.")
 @click.option("--timer", type=click.Choice(["cuda", "model"]), help="[default: cuda where the card is here]")
 @click.option("--gpus", help="Which local GPU to use, for example 1.  [default: the first]")
 @click.option("--seed", type=int, default=200, help="Seed of data and routing.")

@@ -20,7 +20,7 @@ from sm120tune.devices import busy_reason, find_device
 from sm120tune.errors import UserError
 from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
-from sm120tune.measure.routing import parse_routing
+from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
 from sm120tune.measure.table import Table, read_table
 from sm120tune.problem import DEFAULT_BATCH_SIZES
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
@@ -63,7 +63,7 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 @model_options
 @click.option("--experts", type=int, help="Routed experts of the model, all ranks together.  [this or --model]")
 @click.option(
-    "--jobs", type=click.Path(path_type=Path), help="TOML file of many layers, one [[job]] each, instead of one layer."
+    "--jobs", type=click.Path(path_type=Path), help="TOML file with a job table for each layer.  [default: one layer]"
 )
 @click.option("--tp", default="1", callback=parse_tp, help="Tensor parallel size; several with commas between.")
 @click.option("--ep", type=int, default=1, help="Expert parallel size; tp must be divisible by it.")
@@ -111,7 +111,7 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
     default="all",
     help="Write every M, or the fewest that keep every M within 2 % of its own best.",
 )
-@click.option("--routing", default="uniform", help="uniform, balanced or power:ALPHA.")
+@click.option("--routing", default="uniform", help=f"{ROUTING_CHOICES}.")
 @click.option("--workers", type=int, help="Compile processes.  [default: cores less GPUs]")
 @click.option("--fresh", is_flag=True, help="Start over instead of resuming.")
 @click.option("--replace", is_flag=True, help="Overwrite a pair that belongs to another problem.")

@@ -19,7 +19,7 @@ from sm120tune.devices import LocalGPU, busy_reason, local_gpus
 from sm120tune.errors import UserError
 from sm120tune.install import find_pairs, find_place
 from sm120tune.install.pair import ConfigPair
-from sm120tune.measure.routing import parse_routing
+from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
 from sm120tune.problem import MoEProblem
 from sm120tune.provenance import UNKNOWN_ROUTING
 from sm120tune.quantization import UNQUANTIZED
@@ -67,7 +67,10 @@ class _Options:
     show_default=False,
     help="Values of M, keys or not.  [default: every key, and the last M that each key serves]",
 )
-@click.option("--routing", help="uniform, balanced or power:ALPHA.  [default: the pair's own]")
+@click.option(
+    "--routing",
+    help=f"{ROUTING_CHOICES}.  [default: the pair's own]",
+)
 @click.option("--gpu", type=int, help="Index of the GPU.  [default: the first of the pair's card]")
 @click.option("--seed", type=int, default=100, help="Seed of data and routing.")
 @click.option(

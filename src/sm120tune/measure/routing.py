@@ -1,4 +1,4 @@
-"""Which experts the tokens choose: synthetic routings, reproducible from a seed.
+"""Which experts the tokens choose: synthetic and recorded routings, reproducible from a seed.
 
 Expert ids are local to this GPU, as the MoE kernel sees them. Under expert parallelism this GPU is rank 0: it holds
 the router's first experts, and a choice of any other becomes -1.
@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sm120tune.errors import UserError
+from sm120tune.measure.recorded_routing import digest_of, draw
 from sm120tune.problem import MoEProblem
 
 MAX_ALPHA = 10.0
 """Above it one expert takes every token, and the popularities of the others vanish in float32."""
 
-_CHOICES = "uniform, balanced or power:ALPHA (for example power:1.2)"
+ROUTING_CHOICES = "uniform, balanced, power:ALPHA (for example power:1.2) or file:PATH (recorded topk_ids, .npy or .pt)"
+"""For help texts and errors."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,17 @@ class Routing:
 
     ``uniform``: every token draws distinct experts, all equally likely. ``balanced``: min(topk * M, E) experts are
     touched, as evenly as possible. ``power``: an expert's popularity falls with its rank as ``rank ** -alpha``.
+    ``file``: consecutive tokens of a recording.
     """
 
-    kind: Literal["uniform", "balanced", "power"]
+    kind: Literal["uniform", "balanced", "power", "file"]
     alpha: float = 0.0
+    path: str = ""
+    digest: str = ""
 
     def __str__(self) -> str:
+        if self.kind == "file":
+            return f"file:{self.path}#{self.digest}"
         if self.kind != "power":
             return self.kind
         short = f"{self.alpha:g}"
@@ -52,8 +59,10 @@ def parse_routing(text: str) -> Routing:
     if text == "balanced":
         return BALANCED
     kind, _, value = text.partition(":")
+    if kind == "file":
+        return _recorded(value)
     if kind != "power":
-        raise UserError(f"--routing {text!r} is unknown; choose {_CHOICES}")
+        raise UserError(f"--routing {text!r} is unknown; choose {ROUTING_CHOICES}")
     try:
         alpha = float(value)
     except ValueError:
@@ -61,6 +70,14 @@ def parse_routing(text: str) -> Routing:
     if not 0 < alpha <= MAX_ALPHA:
         raise UserError(f"--routing {text!r}: ALPHA must be a number above 0 and at most {MAX_ALPHA:g}")
     return Routing("power", alpha)
+
+
+def _recorded(value: str) -> Routing:
+    path, _, expected = value.partition("#")
+    digest = digest_of(path)
+    if expected and digest != expected:
+        raise UserError(f"--routing file:{value}: the file has changed since, its content is now #{digest}")
+    return Routing("file", path=path, digest=digest)
 
 
 Ids = npt.NDArray[np.int32]
@@ -176,6 +193,14 @@ def _route(
     if not 1 <= topk <= router:
         raise UserError(f"a token cannot choose {topk} of {router} experts")
     rng = np.random.default_rng([seed % 2**64, m])
+    if routing.kind == "file":
+        ids = draw(routing.path, m, rng)
+        if ids.shape[1] != topk or ids.max() >= router:
+            raise UserError(
+                f"--routing {routing} has {ids.shape[1]} choices a token and ids up to {ids.max()}; this layer has "
+                f"{topk} of {router} experts"
+            )
+        return ids, rng.standard_normal((m, topk), dtype=np.float32)
     if routing.kind == "balanced":
         order = _balanced_order(problem, rng)
         slots = np.arange(m * topk).reshape(m, topk)

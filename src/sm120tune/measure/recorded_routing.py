@@ -1,0 +1,60 @@
+"""Expert choices that a server made, read from a file."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sm120tune.errors import UserError
+
+_SHOWN_DIGEST = 8
+
+
+@functools.lru_cache(maxsize=4)
+def recorded_ids(path: str) -> npt.NDArray[np.int64]:
+    """Return the global expert ids ``[tokens, topk]`` of a ``.npy`` file, or of a ``.pt`` file that holds one tensor.
+
+    Raises UserError for a file that cannot be read or holds anything else.
+    """
+    try:
+        ids = _load(Path(path))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"--routing file:{path} cannot be read: {' '.join(str(error).split())[:160]}") from None
+    if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(
+            f"--routing file:{path} holds {ids.dtype} {list(ids.shape)}, not integer topk_ids [tokens, topk]"
+        )
+    if ids.min() < 0:
+        raise UserError(f"--routing file:{path} holds the id {ids.min()}; record the router's own ids")
+    ids = ids.astype(np.int64)
+    ids.setflags(write=False)
+    return ids
+
+
+def digest_of(path: str) -> str:
+    """Return a short hash of a file's content, which tells a run that the choices are others now."""
+    recorded_ids(path)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:_SHOWN_DIGEST]
+
+
+def draw(path: str, m: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Return M consecutive recorded tokens from a random start on; past the end it goes on from the first."""
+    ids = recorded_ids(path)
+    return ids[(int(rng.integers(len(ids))) + np.arange(m)) % len(ids)]
+
+
+def _load(path: Path) -> npt.NDArray[Any]:
+    if path.suffix == ".npy":
+        return np.asarray(np.load(path, allow_pickle=False))
+    if path.suffix == ".pt":
+        import torch
+
+        return np.asarray(torch.load(path, map_location="cpu", weights_only=True).numpy())
+    raise UserError(f"--routing file:{path}: give a .npy or .pt file with topk_ids [tokens, topk]")
