@@ -15,7 +15,7 @@ from sm120tune.devices import DEFAULT_DEVICE_NAME, LocalGPU, find_device
 from sm120tune.errors import UserError
 from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
-from sm120tune.measure.memory import activation_bytes, weight_bytes
+from sm120tune.measure.memory import needed_bytes, weight_bytes
 from sm120tune.measure.routing import BALANCED, UNIFORM
 from sm120tune.problem import MoEProblem
 from sm120tune.provenance import FileProvenance, RowProvenance, RowStatus
@@ -203,7 +203,8 @@ def test_what_makes_two_runs_the_same(sglang_0_5_23: Path, sglang_0_5_15: Path, 
 
 def test_weights_that_do_not_fit_are_told_before_anything_starts(sglang_0_5_23: Path, tmp_path: Path) -> None:
     problem = MoEProblem(256, intermediate=2048, hidden=6144, topk=8, router_experts=256)
-    needed = weight_bytes(problem) + activation_bytes(problem, 4096)
+    needed = needed_bytes(problem, gpu(0).spec.l2_bytes, 4096)
+    assert needed < weight_bytes(problem)
     with pytest.raises(UserError) as caught:
         job(sglang_0_5_23, tmp_path, problem=problem, sizes=(1, 4096), gpus=[gpu(0), gpu(5, free=needed - 1)])
     message = str(caught.value)

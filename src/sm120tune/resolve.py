@@ -20,7 +20,7 @@ from sm120tune.errors import UserError
 from sm120tune.install.originals import originals
 from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
-from sm120tune.measure.memory import activation_bytes, weight_bytes
+from sm120tune.measure.memory import USABLE_SHARE, activation_bytes, needed_bytes, weight_bytes
 from sm120tune.measure.replay import table_values
 from sm120tune.measure.routing import Routing
 from sm120tune.measure.table import Table
@@ -32,9 +32,6 @@ from sm120tune.upstream import SGLangTree, find_sglang
 from sm120tune.upstream.arguments import launch_flags
 from sm120tune.upstream.lookup import ConfigLookup, Target
 from sm120tune.upstream.source import load_kernels
-
-_USABLE_SHARE = 0.95
-"""Of the free memory; the rest is for CUDA graphs and binaries."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
     folder = Path(config_dir) if config_dir else None
     names = ConfigLookup(tree, target, config_dir=folder).file_names(request.problem)
     lookup = ConfigLookup(tree, target, config_dir=folder, stand_ins=_own_files(tree, folder, request.output, names))
-    check_memory(request.problem, max(request.batch_sizes), card.gpus)
+    check_memory(request.problem, max(request.batch_sizes), card.gpus, all_experts=False)
     job = Job(
         problem=request.problem,
         device=card.spec,
@@ -149,7 +146,9 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
         values=VALUES if request.table is None else table_values(request.table),
         table=request.table,
     )
-    fits = all(_needed(job.problem, job.seam_m) <= _USABLE_SHARE * gpu.free_bytes for gpu in card.gpus)
+    fits = all(
+        needed_bytes(job.problem, gpu.spec.l2_bytes, job.seam_m) <= USABLE_SHARE * gpu.free_bytes for gpu in card.gpus
+    )
     return replace(job, reach=job.seam_m if fits else None)
 
 
@@ -186,16 +185,17 @@ def _literal(name: str) -> str:
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 
-def check_memory(problem: MoEProblem, max_m: int, gpus: Sequence[LocalGPU]) -> None:
-    """Raise UserError where a GPU has not enough free memory for one call with ``max_m`` tokens."""
-    needed = _needed(problem, max_m)
+def check_memory(problem: MoEProblem, max_m: int, gpus: Sequence[LocalGPU], *, all_experts: bool = True) -> None:
+    """Raise UserError where a GPU has not enough free memory for one call with ``max_m`` tokens.
+
+    Without ``all_experts`` some experts may read the weights of others, as :func:`resident_experts` says.
+    """
     for gpu in gpus:
-        if needed > _USABLE_SHARE * gpu.free_bytes:
+        needed = weight_bytes(problem) + activation_bytes(problem, max_m)
+        if not all_experts:
+            needed = needed_bytes(problem, gpu.spec.l2_bytes, max_m)
+        if needed > USABLE_SHARE * gpu.free_bytes:
             raise UserError(
                 f"GPU {gpu.index}: {problem} with M={max_m} needs {needed / 2**30:.1f} GiB, "
                 f"{gpu.free_bytes / 2**30:.1f} GiB are free; end other jobs, use a larger --tp or smaller --batch-sizes"
             )
-
-
-def _needed(problem: MoEProblem, max_m: int) -> int:
-    return weight_bytes(problem) + activation_bytes(problem, max_m)

@@ -18,7 +18,7 @@ from sm120tune.errors import UserError
 from sm120tune.job import Job
 from sm120tune.measure.gpu_lane import GpuLane
 from sm120tune.measure.lane import Timer
-from sm120tune.measure.memory import weight_copies
+from sm120tune.measure.memory import resident_experts, weight_copies
 from sm120tune.measure.model_lane import ModelLane
 from sm120tune.measure.replay import ReplayLane, ReplayPool
 from sm120tune.measure.worker import WorkerSetup
@@ -110,9 +110,16 @@ def worker_setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
         routing=job.routing,
         max_m=max_m,
         copies=weight_copies(job.problem, job.device.l2_bytes, gpu.free_bytes, max_m),
+        resident=resident_experts(job.problem, job.device.l2_bytes, gpu.free_bytes, max_m),
         seed=job.settings.seed,
         triton_folder=cache.triton_folder,
     )
+
+
+def _fewer_experts(job: Job) -> dict[str, int]:
+    """Return how many experts' weights were there, where memory did not suffice for all."""
+    held = [resident_experts(job.problem, job.device.l2_bytes, gpu.free_bytes, job.largest_m) for gpu in job.gpus]
+    return {"resident_experts": min(held)} if held and min(held) < job.problem.experts else {}
 
 
 def _record(job: Job, result: RunResult) -> FileProvenance:
@@ -140,6 +147,7 @@ def _record(job: Job, result: RunResult) -> FileProvenance:
             "seed": job.settings.seed,
             "space": job.identity()["space"],
             "gpus": len(job.gpus),
+            **_fewer_experts(job),
             "seconds": {name: round(value, 1) for name, value in result.seconds.items()},
             "compiled": result.compiled,
             "timed": result.timed,

@@ -82,8 +82,9 @@ def source(problem: MoEProblem) -> KernelSource:
     return KernelSource(template)
 
 
-def timer(problem: MoEProblem, max_m: int = 512, routing: Routing = UNIFORM) -> CudaTimer:
-    workload = Workload(problem, routing, max_m=max_m, copies=2, seed=0, device=torch.device("cuda", 0))
+def timer(problem: MoEProblem, max_m: int = 512, routing: Routing = UNIFORM, resident: int | None = None) -> CudaTimer:
+    device = torch.device("cuda", 0)
+    workload = Workload(problem, routing, max_m=max_m, copies=2, seed=0, device=device, resident=resident)
     return CudaTimer(workload, Launcher(source(problem)), torch.cuda.get_device_properties(0).L2_cache_size)
 
 
@@ -133,6 +134,12 @@ def test_down_tma_chain_equals_the_reference(problem: MoEProblem, m: int) -> Non
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("TMA needs compute capability 9.0")
     error = timer(problem).verify(VerifyRequest(m, DOWN_TMA, seed=6))
+    assert is_correct(error, problem.dtype), error
+
+
+@pytest.mark.parametrize("problem", [SMALL, SHARED, EXPERT_PARALLEL, QUANTIZED[2]], ids=str)
+def test_fewer_resident_experts_equal_the_reference(problem: MoEProblem) -> None:
+    error = timer(problem, resident=5).verify(VerifyRequest(100, MIXED, seed=9))
     assert is_correct(error, problem.dtype), error
 
 

@@ -10,10 +10,20 @@ import torch
 from sm120tune.accuracy import is_correct
 from sm120tune.devices import known_devices
 from sm120tune.measure.align import align
-from sm120tune.measure.memory import COLD_FACTOR, activation_bytes, weight_bytes, weight_copies
+from sm120tune.measure.memory import (
+    COLD_FACTOR,
+    USABLE_SHARE,
+    activation_bytes,
+    expert_bytes,
+    least_experts,
+    needed_bytes,
+    resident_experts,
+    weight_bytes,
+    weight_copies,
+)  # fmt: skip
 from sm120tune.measure.routing import BALANCED, UNIFORM, parse_routing, topk_ids, topk_weights
 from sm120tune.measure.workload import Workload
-from sm120tune.problem import MoEProblem
+from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.reference import measure_error, reference_moe
 from sm120tune.search_space import VALUES
 from sm120tune.upstream.arguments import intermediate_rows
@@ -26,8 +36,10 @@ PROBLEMS = {"small": SMALL, "shared": SHARED, "parallel": PARALLEL, "fp16": repl
 MAX_M = 40
 
 
-def make(problem: MoEProblem = SMALL, *, max_m: int = MAX_M, copies: int = 2, seed: int = 3) -> Workload:
-    return Workload(problem, UNIFORM, max_m=max_m, copies=copies, seed=seed, device=CPU)
+def make(
+    problem: MoEProblem = SMALL, *, max_m: int = MAX_M, copies: int = 2, seed: int = 3, resident: int | None = None
+) -> Workload:
+    return Workload(problem, UNIFORM, max_m=max_m, copies=copies, seed=seed, device=CPU, resident=resident)
 
 
 def storages(workload: Workload, m: int) -> dict[int, int]:
@@ -226,3 +238,31 @@ def test_a_right_chain_passes_and_a_forgotten_row_does_not() -> None:
     assert not is_correct(error(), "bf16")  # type: ignore[arg-type]
     call.down_out[5] = 0
     assert not is_correct(error(), "bf16")  # type: ignore[arg-type]
+
+
+def test_fewer_resident_experts_share_weights_and_keep_the_blocks() -> None:
+    few, all_of_them = make(resident=3), make()
+    one, other = few.operands(MAX_M, 0, 80), all_of_them.operands(MAX_M, 0, 80)
+    assert one.w1.codes.shape[0] == one.w2.codes.shape[0] == 3
+    assert torch.equal(one.route.ids, other.route.ids)
+    order, whole = few.alignment(MAX_M, 0, 16), all_of_them.alignment(MAX_M, 0, 16)
+    assert torch.equal(order.sorted_token_ids, whole.sorted_token_ids)
+    used = whole.expert_ids >= 0
+    assert torch.equal(order.expert_ids[used], whole.expert_ids[used] % 3)
+    assert torch.equal(order.expert_ids[~used], whole.expert_ids[~used])
+    assert int(order.expert_ids.max()) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_w8a8"])
+def test_resident_experts_are_all_that_fit_and_enough_for_a_cold_cache(dtype: str) -> None:
+    problem = replace(SMALL, experts=512, router_experts=512, dtype=dtype)
+    l2_bytes = 2**16
+    each = sum(expert_bytes(problem, gemm) for gemm in Gemm)
+    least = least_experts(problem, l2_bytes)
+    assert min(least * expert_bytes(problem, gemm) for gemm in Gemm) >= COLD_FACTOR * l2_bytes
+    free = [
+        int((count * each + activation_bytes(problem, 64)) / USABLE_SHARE) + 1 for count in (0, 400, 511, 512, 9999)
+    ]
+    assert [resident_experts(problem, l2_bytes, one, 64) for one in free] == [least, 400, 511, 512, 512]
+    assert needed_bytes(problem, l2_bytes, 64) == least * each + activation_bytes(problem, 64)
+    assert least_experts(problem, 2**40) == 512

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from sm120tune.accuracy import ErrorMeasure
-from sm120tune.measure.align import Alignment, align
+from sm120tune.measure.align import Alignment
 from sm120tune.measure.launcher import Launcher
 from sm120tune.measure.results import (
     GemmRequest,
@@ -107,11 +107,11 @@ class CudaTimer:
         rows = self.launcher.rows(request.m, request.pair.block_size_m, sorted_rows)
         operands = self.workload.fresh(request.m, rows, request.seed)
         try:
-            alignment = align(operands.route.ids, request.pair.block_size_m, problem.experts)
+            alignment = self.workload.align(operands.route.ids, request.pair.block_size_m)
             self.launcher.chain(request.pair, operands, alignment)
             down = operands.down_out.view(request.m, problem.topk, problem.hidden)
             out = torch.cat([part.float().sum(dim=1) for part in down.split(_SUM_CHUNK_ROWS)])
-            return measure_error(out, _expected(operands))
+            return measure_error(out, _expected(operands, self.workload.held(operands.route.ids)))
         finally:
             self.workload.refill()
 
@@ -124,17 +124,17 @@ class CudaTimer:
         ]
 
 
-def _expected(operands: Operands) -> torch.Tensor:
+def _expected(operands: Operands, ids: torch.Tensor) -> torch.Tensor:
     """Return the layer's output by the reference, with A quantized where SGLang quantizes it."""
-    route, stored = operands.route, operands.w1.stored
+    weights, stored = operands.route.weights, operands.w1.stored
     if not stored.quantized:
-        return reference_moe(operands.hidden.codes, operands.w1.codes, operands.w2.codes, route.weights, route.ids)
+        return reference_moe(operands.hidden.codes, operands.w1.codes, operands.w2.codes, weights, ids)
 
     def requantize(inner: torch.Tensor) -> torch.Tensor:
         return quantize_rows(inner.to(compute_dtype(stored)), stored).values()
 
     return reference_quantized_moe(
-        operands.hidden.values(), operands.w1.expert, operands.w2.expert, requantize, route.weights, route.ids
+        operands.hidden.values(), operands.w1.expert, operands.w2.expert, requantize, weights, ids
     )
 
 

@@ -43,6 +43,8 @@ class WorkerSetup:
     copies: int
     seed: int
     triton_folder: Path
+    resident: int | None = None
+    """Experts whose weights are held, None for all; the others read theirs."""
 
     @property
     def problem(self) -> MoEProblem:
@@ -159,6 +161,7 @@ def _make_timer() -> CudaTimer:
         _setup.routing,
         max_m=_setup.max_m,
         copies=_setup.copies,
+        resident=_setup.resident,
         seed=_setup.seed,
         device=device,
     )

@@ -59,19 +59,29 @@ class Workload:
     """
 
     def __init__(
-        self, problem: MoEProblem, routing: Routing, *, max_m: int, copies: int, seed: int, device: torch.device
+        self,
+        problem: MoEProblem,
+        routing: Routing,
+        *,
+        max_m: int,
+        copies: int,
+        seed: int,
+        device: torch.device,
+        resident: int | None = None,
     ) -> None:
+        """Allocate; where fewer experts are ``resident``, expert e reads the weights of ``e % resident``."""
         self.problem = problem
         self.device = device
         self.routing = routing
         self.seed = seed
         self.copies = copies
+        self.resident = problem.experts if resident is None else resident
         self.stored = stored = problem.quantization
         self._dtype = compute_dtype(stored)
         generator = torch.Generator(device=device).manual_seed(seed)
         e, n, k = problem.experts, problem.intermediate, problem.hidden
-        self._w1 = [random_weights(stored, e, 2 * n, k, generator) for _ in range(copies)]
-        self._w2 = [random_weights(stored, e, k, n, generator) for _ in range(copies)]
+        self._w1 = [random_weights(stored, self.resident, 2 * n, k, generator) for _ in range(copies)]
+        self._w2 = [random_weights(stored, self.resident, k, n, generator) for _ in range(copies)]
         rows = max_m * problem.topk
         padded = rows + min(rows, e + 1) * 255
         self._hidden = quantize_rows(self._random((max_m, k), generator), stored)
@@ -109,8 +119,19 @@ class Workload:
         """Return the row order of the ``index``-th routing, made once per M and BLOCK_SIZE_M."""
         key = (m, index, block_size_m)
         if key not in self._alignments:
-            self._alignments[key] = align(self._route(m, index).ids, block_size_m, self.problem.experts)
+            self._alignments[key] = self.align(self._route(m, index).ids, block_size_m)
         return self._alignments[key]
+
+    def align(self, ids: torch.Tensor, block_size_m: int) -> Alignment:
+        """Return the row order of any routing, its blocks sent to the experts whose weights are there."""
+        order = align(ids, block_size_m, self.problem.experts)
+        return replace(order, expert_ids=self.held(order.expert_ids))
+
+    def held(self, experts: torch.Tensor) -> torch.Tensor:
+        """Return whose weights are read for each expert; -1 stays."""
+        if self.resident == self.problem.experts:
+            return experts
+        return torch.where(experts < 0, experts, experts % self.resident)
 
     def fresh(self, m: int, rows: int, seed: int) -> Operands:
         """Return a call on new random tokens and a new routing, every output filled with NaN."""
