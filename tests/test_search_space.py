@@ -143,7 +143,7 @@ def test_group_sizes_are_cut_where_and_only_where_the_program_is_the_same(proble
 def test_no_other_reason_cuts() -> None:
     for problem, m in itertools.product(PROBLEMS.values(), SIZES):
         for tile in every_tile():
-            too_big = staged_shared_bytes(tile, problem.element_bytes) > SM120.shared_memory_per_block
+            too_big = staged_shared_bytes(tile, problem.quantization) > SM120.shared_memory_per_block
             repeated = same_program_group(problem, m, tile) != tile.GROUP_SIZE_M
             assert (cut_reason(problem, m, tile, SM120) is not None) == (too_big or repeated)
 
@@ -166,7 +166,7 @@ def test_the_compiler_agrees_with_the_shared_memory_cut(tile: Tile, gemm: Gemm, 
         tree.package, load_kernels(tree).source_hash, triton.__version__, 120, SMALL, Variant(gemm, tile)
     )
     facts = compile_facts(spec)
-    needed = staged_shared_bytes(tile, SMALL.element_bytes)
+    needed = staged_shared_bytes(tile, SMALL.quantization)
     assert not isinstance(facts, Failure)
     assert (facts.shared_bytes > SM120.shared_memory_per_block) == (needed > SM120.shared_memory_per_block)
     assert facts.shared_bytes >= needed
@@ -231,7 +231,7 @@ def test_canonical_is_the_uncut_twin(problem: MoEProblem, m: int) -> None:
         twin = space.canonical(tile)
         assert space.canonical(twin) == twin
         assert replace(twin, GROUP_SIZE_M=tile.GROUP_SIZE_M) == tile
-        if staged_shared_bytes(tile, problem.element_bytes) <= SM120.shared_memory_per_block:
+        if staged_shared_bytes(tile, problem.quantization) <= SM120.shared_memory_per_block:
             assert space.allows(twin)
         if space.allows(tile):
             assert twin == tile

@@ -109,12 +109,15 @@ def test_blocks_that_a_rank_cannot_hold(name: str, tp: int) -> None:
         model.problem(tp=tp)
 
 
-def test_without_a_split_only_n_counts() -> None:
-    """SGLang asks for a multiple of the block's k only where down is split by rows."""
-    numbers = {"experts": 8, "inter": 192, "hidden": 512, "topk": 2, "block_shape": (64, 128)}
-    assert MoEProblem.from_parallelism(tp=1, **numbers).block_shape == (64, 128)  # type: ignore[arg-type]
+def test_n_ends_with_a_whole_block_both_ways() -> None:
+    """Down's rows are split by the block's k, and the activations before it are quantized by it even without a split."""
+    numbers = {"experts": 8, "inter": 192, "hidden": 512, "topk": 2, "block_shape": (64, 128), "dtype": "fp8_w8a8"}
+    whole = {**numbers, "inter": 384}
+    assert MoEProblem.from_parallelism(tp=1, **whole).block_shape == (64, 128)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="N=64, which is not divisible by 128"):
         MoEProblem.from_parallelism(tp=3, **numbers)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="N=192, which is not divisible by the quantization group of 128"):
+        MoEProblem.from_parallelism(tp=1, **numbers)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="N=192, which is not divisible by 128"):
         MoEProblem.from_parallelism(tp=1, **numbers | {"block_shape": (128, 64)})  # type: ignore[arg-type]
 

@@ -51,6 +51,8 @@ class MoEModel:
                 inter=self.inter,
                 hidden=self.hidden,
                 topk=self.topk,
+                # What other kernels serve need not be a storage that the Triton kernel has.
+                dtype=self.dtype if self.served_elsewhere is None else "bf16",
                 shared_experts=fused,
                 block_shape=self.block_shape,
                 per_channel_quant=self.per_channel_quant,
