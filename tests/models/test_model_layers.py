@@ -110,7 +110,7 @@ def test_blocks_that_a_rank_cannot_hold(name: str, tp: int) -> None:
 
 
 def test_n_ends_with_a_whole_block_both_ways() -> None:
-    """Down's rows are split by the block's k, and the activations before it are quantized by it even without a split."""
+    """Down is split by the block's k, and the activations before it are quantized by it even without a split."""
     numbers = {"experts": 8, "inter": 192, "hidden": 512, "topk": 2, "block_shape": (64, 128), "dtype": "fp8_w8a8"}
     whole = {**numbers, "inter": 384}
     assert MoEProblem.from_parallelism(tp=1, **whole).block_shape == (64, 128)  # type: ignore[arg-type]
