@@ -117,7 +117,10 @@ class MoEProblem:
             given = f"--inter {inter} at tp {tp} / ep {ep}"
             if block_shape[0]:
                 _check_block_shape(block_shape, intermediate, moe_tp, given)
-            for name, size in ((f"--hidden {hidden}", hidden), (f"{given} gives N={intermediate}, which", intermediate)):
+            for name, size in (
+                (f"--hidden {hidden}", hidden),
+                (f"{given} gives N={intermediate}, which", intermediate),
+            ):
                 if size % block_shape[1]:
                     # A row would not end with a whole group: SGLang's quantizers refuse it.
                     raise UserError(f"{name} is not divisible by the quantization group of {block_shape[1]}")
