@@ -137,7 +137,8 @@ def load(path: Path) -> FileProvenance:
 def merge_conflict(old: FileProvenance, new: FileProvenance) -> str | None:
     """Name in one line the first thing in which two ladders differ so that their rows must not mix, or None."""
     before, after = old.problem.to_json(), new.problem.to_json()
-    pairs = [(f"problem.{key}", before[key], after[key]) for key in after]
+    # What only some layers have is written for those alone.
+    pairs = [(f"problem.{key}", before.get(key, False), after.get(key, False)) for key in {**before, **after}]
     pairs.append(("device", old.device.get("name"), new.device.get("name")))
     pairs.append(("Triton version", old.versions.get("triton"), new.versions.get("triton")))
     pairs.append(("kernel_source_hash", old.kernel_source_hash, new.kernel_source_hash))
@@ -190,6 +191,8 @@ def _problem_from_json(data: object) -> MoEProblem:
         problem.integer(key)
     problem.text("dtype")
     problem.flag("per_channel_quant")
+    if problem.has("zero_points"):
+        problem.flag("zero_points")
     if problem.take("block_shape") is not None and [type(n) for n in problem.items("block_shape")] != [int, int]:
         raise ValueError("problem.block_shape must be two integers")
     problem.finish()

@@ -33,9 +33,13 @@ def quantization_options(command: _F) -> _F:
     """Add the options that say how weights and activations are quantized."""
     options = (
         click.option("--dtype", default="bf16", help=f"One of {', '.join(DTYPES)}."),
-        click.option("--block-shape", help="Quantization block of a block-wise checkpoint, for example 128,128."),
+        click.option(
+            "--block-shape", help="Quantization block of a block-wise checkpoint, for example 128,128.  [default: none]"
+        ),
         click.option("--per-channel", is_flag=True, help="The checkpoint is quantized per channel."),
-        click.option("--group-size", type=int, help="Group of int4 and grouped int8 weights, for example 128."),
+        click.option(
+            "--group-size", type=int, help="Group of int4 and grouped int8 weights, for example 128.  [default: none]"
+        ),
         click.option("--zero-points", is_flag=True, help="The groups have zero points (AWQ, asymmetric GPTQ)."),
     )
     for option in reversed(options):
