@@ -179,7 +179,7 @@ class StubPool:
         if isinstance(spec.variant, ActivationVariant):
             return TileFacts(0, 32, 0, 4)
         tile = spec.variant.tile
-        return TileFacts(staged_shared_bytes(tile, 2), 128, 0, tile.num_warps)
+        return TileFacts(staged_shared_bytes(tile, spec.problem.quantization), 128, 0, tile.num_warps)
 
 
 def make_job(

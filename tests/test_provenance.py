@@ -62,7 +62,7 @@ def test_pairs_are_rows_as_sglang_has_them() -> None:
 
 
 def test_a_file_survives_json_with_rows_in_order() -> None:
-    problem = dataclasses.replace(PROBLEM, block_shape=(128, 128), shared_experts=1)
+    problem = dataclasses.replace(PROBLEM, block_shape=(0, 128), shared_experts=1, zero_points=True)
     value = file(problem=problem, rows=(row(64), EMPTY_ROW, row(1)))
     again = prov.loads(value.dumps())
     assert [item.m for item in again.rows] == [1, 8, 64]
@@ -105,6 +105,7 @@ DELETE = object()
         (("problem", "hidden"), "6144", "problem.hidden must be an integer"),
         (("problem", "colour"), 1, "problem.colour"),
         (("problem", "block_shape"), [128], "problem.block_shape"),
+        (("problem", "zero_points"), 1, "problem.zero_points must be true or false"),
         (("device", "name"), None, "device.name"),
         (("versions", "triton"), DELETE, "versions.triton is missing"),
         (("versions", "torch"), 2, "versions.torch must be a text"),
@@ -168,6 +169,10 @@ def test_load(tmp_path: Path) -> None:
         ({"problem": dataclasses.replace(PROBLEM, router_experts=512)}, "problem.router_experts is 256 there"),
         ({"problem": dataclasses.replace(PROBLEM, dtype="fp16")}, "problem.dtype is bf16 there and fp16 here"),
         ({"problem": dataclasses.replace(PROBLEM, shared_experts=1)}, "problem.shared_experts"),
+        (
+            {"problem": dataclasses.replace(PROBLEM, zero_points=True)},
+            "problem.zero_points is False there and True here",
+        ),
         ({"device": {**file().device, "name": "NVIDIA H200"}}, "device is NVIDIA GB10 there and NVIDIA H200 here"),
         ({"versions": {**file().versions, "triton": "3.8.0"}}, "Triton version is 3.6.0 there and 3.8.0 here"),
         ({"kernel_source_hash": "def"}, "kernel_source_hash is abc there and def here"),
@@ -190,6 +195,20 @@ def test_merge_conflict_names_the_first_difference(changes: dict[str, Any], line
     else:
         assert conflict is not None
         assert conflict.startswith(line)
+
+
+def test_zero_points_there_and_none_here_are_a_conflict_too() -> None:
+    """Layers with and without zero points share a file name and run different binaries."""
+    groups = dataclasses.replace(PROBLEM, dtype="int4_w4a16", block_shape=(0, 128))
+    zeros = dataclasses.replace(groups, zero_points=True)
+    assert merge_conflict(file(problem=zeros), file(problem=zeros)) is None
+    assert (
+        merge_conflict(file(problem=zeros), file(problem=groups)) == "problem.zero_points is True there and False here"
+    )
+    shorter = dataclasses.replace(groups, block_shape=(0, 64))
+    assert merge_conflict(file(problem=groups), file(problem=shorter)) == (
+        "problem.block_shape is [0, 128] there and [0, 64] here"
+    )
 
 
 def test_merging_keeps_old_rows_and_lets_new_ones_win() -> None:

@@ -261,7 +261,7 @@ def test_measure_refuses_what_it_cannot_compare() -> None:
 
 def test_unknown_dtype_has_no_bound() -> None:
     with pytest.raises(UserError, match="bf16, fp16"):
-        error_bound("fp8_w8a8")
+        error_bound("fp4_w4a4")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from sm120tune.compiler import CompileSpec
 from sm120tune.compiler.build import compile_facts
 from sm120tune.failures import Failure
 from sm120tune.problem import Gemm, MoEProblem
+from sm120tune.quantization import Quantization
 from sm120tune.search_space import (
     HEURISTICS,
     VALUES,
@@ -32,6 +33,7 @@ from sm120tune.search_space import (
     same_program_group,
     space_hash,
     staged_shared_bytes,
+    wrong_numbers,
 )
 from sm120tune.tiles import Tile, TilePair
 from sm120tune.upstream import find_sglang
@@ -143,9 +145,84 @@ def test_group_sizes_are_cut_where_and_only_where_the_program_is_the_same(proble
 def test_no_other_reason_cuts() -> None:
     for problem, m in itertools.product(PROBLEMS.values(), SIZES):
         for tile in every_tile():
-            too_big = staged_shared_bytes(tile, problem.element_bytes) > SM120.shared_memory_per_block
+            too_big = staged_shared_bytes(tile, problem.quantization) > SM120.shared_memory_per_block
             repeated = same_program_group(problem, m, tile) != tile.GROUP_SIZE_M
             assert (cut_reason(problem, m, tile, SM120) is not None) == (too_big or repeated)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_shape", "cut"),
+    [
+        ("fp8_w8a8", None, set()),
+        ("fp8_w8a8", (128, 128), {256}),
+        ("fp8_w8a8", (128, 64), {128, 256}),
+        ("int8_w8a8", (32, 32), {64, 128, 256}),
+        ("fp8_w8a8", (128, 96), {64, 128, 256}),
+        # K is 512 and 256 for the one, 384 and 192 for the other: groups may be shorter than a step.
+        ("int4_w4a16", (0, 32), set()),
+        ("int8_w8a16", (0, 32), set()),
+        ("int8_w8a16", None, set()),
+    ],
+)
+def test_a_step_over_two_blocks_of_k_is_cut(dtype: str, block_shape: tuple[int, int] | None, cut: set[int]) -> None:
+    problem = replace(SMALL, dtype=dtype, block_shape=block_shape)
+    for block_k in VALUES["BLOCK_SIZE_K"]:
+        tile = Tile(16, 128, block_k, 1)
+        reason = wrong_numbers(problem, tile)
+        assert cut_reason(problem, 512, tile, SM120) == reason
+        assert (reason is not None) == (block_k in cut)
+        if reason is not None and block_shape is not None:
+            assert f"BLOCK_SIZE_K {block_k} " in reason
+            assert str(block_shape[1]) in reason
+
+
+@pytest.mark.parametrize("dtype", ["int4_w4a16", "int8_w8a16"])
+def test_a_ragged_last_step_of_groups_is_cut(dtype: str) -> None:
+    # Down's K is 192, which neither 128 nor 256 divides; gate_up's 512 they do.
+    problem = replace(SMALL, dtype=dtype, block_shape=(0, 64), intermediate=192)
+    reasons = {block_k: wrong_numbers(problem, Tile(16, 64, block_k, 1)) for block_k in VALUES["BLOCK_SIZE_K"]}
+    assert {block_k for block_k, reason in reasons.items() if reason is not None} == {128, 256}
+    assert reasons[128] == "BLOCK_SIZE_K 128 does not divide down's K 192"
+    # The plain kernel masks its last step.
+    plain = replace(problem, dtype="int8_w8a16", block_shape=None)
+    assert wrong_numbers(plain, Tile(16, 64, 128, 1)) is None
+
+
+def test_a_narrow_tile_over_two_blocks_of_n_is_cut() -> None:
+    problem = replace(SMALL, dtype="fp8_w8a8", block_shape=(96, 128), intermediate=384)
+    reasons = {block_n: wrong_numbers(problem, Tile(16, block_n, 64, 1)) for block_n in VALUES["BLOCK_SIZE_N"]}
+    # One scale for a tile as narrow as a block; wider ones load a scale for each column.
+    assert {block_n for block_n, reason in reasons.items() if reason is not None} == {64}
+    assert reasons[64] == "BLOCK_SIZE_N 64 does not divide the quantization block's 96"
+
+
+def test_staged_bytes_count_each_operand_by_its_own_size() -> None:
+    tile = Tile(16, 64, 128, 1, 4, 3)
+    by_dtype = {
+        "bf16": 2 * (16 * 2 + 64 * 2) * 128,
+        "fp8_w8a8": 2 * (16 + 64) * 128,
+        "int8_w8a16": 2 * (16 * 2 + 64) * 128,
+    }
+    for dtype, expected in by_dtype.items():
+        assert staged_shared_bytes(tile, Quantization(dtype)) == expected
+    # Grouped weights are unpacked on the way: A alone is sure to be staged.
+    assert staged_shared_bytes(tile, Quantization("int4_w4a16", (0, 128))) == 2 * 16 * 2 * 128
+
+
+QUANTIZED = [
+    replace(SMALL, dtype=dtype, block_shape=block_shape)
+    for dtype, block_shape in (("fp8_w8a8", (128, 128)), ("int8_w8a16", (0, 64)), ("int4_w4a16", (0, 128)))
+]
+
+
+@pytest.mark.parametrize("problem", QUANTIZED, ids=str)
+@pytest.mark.parametrize("m", [1, 64, 4096])
+def test_every_candidate_of_a_quantized_layer_computes_right_numbers(problem: MoEProblem, m: int) -> None:
+    space = Space(problem, m, SM120)
+    assert len(space.tiles()) > 100
+    for tile in space.tiles():
+        assert wrong_numbers(problem, tile) is None
+        assert all(wrong_numbers(problem, other) is None for other in space.neighbours(tile)[:2])
 
 
 def test_the_reason_names_the_bytes() -> None:
@@ -166,7 +243,7 @@ def test_the_compiler_agrees_with_the_shared_memory_cut(tile: Tile, gemm: Gemm, 
         tree.package, load_kernels(tree).source_hash, triton.__version__, 120, SMALL, Variant(gemm, tile)
     )
     facts = compile_facts(spec)
-    needed = staged_shared_bytes(tile, SMALL.element_bytes)
+    needed = staged_shared_bytes(tile, SMALL.quantization)
     assert not isinstance(facts, Failure)
     assert (facts.shared_bytes > SM120.shared_memory_per_block) == (needed > SM120.shared_memory_per_block)
     assert facts.shared_bytes >= needed
@@ -231,7 +308,7 @@ def test_canonical_is_the_uncut_twin(problem: MoEProblem, m: int) -> None:
         twin = space.canonical(tile)
         assert space.canonical(twin) == twin
         assert replace(twin, GROUP_SIZE_M=tile.GROUP_SIZE_M) == tile
-        if staged_shared_bytes(tile, problem.element_bytes) <= SM120.shared_memory_per_block:
+        if staged_shared_bytes(tile, problem.quantization) <= SM120.shared_memory_per_block:
             assert space.allows(twin)
         if space.allows(tile):
             assert twin == tile

@@ -1,4 +1,4 @@
-"""SGLang's sources for the tests: its published wheels, each fetched once and cut down to the MoE folders.
+"""SGLang's sources for the tests: its published wheels, each fetched once and cut down to a few folders.
 
 A tree is a folder like site-packages that holds ``sglang/`` and its ``dist-info``. Trees are kept in
 ``$SM120TUNE_TEST_CACHE``, by default ``sm120tune-tests`` in the user's cache folder.
@@ -27,9 +27,11 @@ KEEP = (
     "sglang/_version.py",
     "sglang/srt/layers/moe/*",
     "sglang/kernels/ops/moe/*",
+    "sglang/srt/layers/quantization/fp8_kernel.py",
+    "sglang/kernels/ops/quantization/fp8_kernel.py",
     "*.dist-info/METADATA",
 )
-LAYOUT = 1
+LAYOUT = 2
 """Raised when KEEP changes, so that older trees are made anew."""
 
 KEEP_MODELS = ("sglang/srt/models/*.py", "sglang/srt/configs/*.py", "sglang/srt/layers/quantization/*.py")

@@ -65,6 +65,10 @@ class Fields:
         self._seen.add(key)
         return self._data[key]
 
+    def has(self, key: str) -> bool:
+        """Whether a field that may be left out is there."""
+        return key in self._data
+
     def _bad(self, key: str, wanted: str, value: object) -> ValueError:
         return ValueError(f"{self.name(key)} must be {wanted}, not {value!r:.60}")
 

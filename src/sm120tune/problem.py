@@ -114,8 +114,16 @@ class MoEProblem:
             )
         intermediate = inter // moe_tp
         if block_shape is not None:
-            _check_block_shape(block_shape, intermediate, moe_tp, f"--inter {inter} at tp {tp} / ep {ep}")
-            _check_groups(block_shape[1], hidden, intermediate)
+            given = f"--inter {inter} at tp {tp} / ep {ep}"
+            if block_shape[0]:
+                _check_block_shape(block_shape, intermediate, moe_tp, given)
+            for name, size in (
+                (f"--hidden {hidden}", hidden),
+                (f"{given} gives N={intermediate}, which", intermediate),
+            ):
+                if size % block_shape[1]:
+                    # A row would not end with a whole group: SGLang's quantizers refuse it.
+                    raise UserError(f"{name} is not divisible by the quantization group of {block_shape[1]}")
         return cls(
             experts=experts // ep + shared_experts,
             intermediate=intermediate,
@@ -202,13 +210,6 @@ class MoEProblem:
             + (f" router={self.router_experts}" if self.expert_parallel else "")
             + (f" shared={self.shared_experts}" if self.shared_experts else "")
         )
-
-
-def _check_groups(group: int, hidden: int, intermediate: int) -> None:
-    """Raise UserError where a row does not end with a whole group: SGLang's quantizers refuse it."""
-    for name, size in (("--hidden", hidden), ("N", intermediate)):
-        if size % group:
-            raise UserError(f"{name} {size} is not divisible by the quantization group of {group}")
 
 
 def _check_block_shape(block_shape: tuple[int, int], intermediate: int, moe_tp: int, given: str) -> None:

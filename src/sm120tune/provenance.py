@@ -148,7 +148,8 @@ def merge_conflict(old: FileProvenance, new: FileProvenance, routing: str | None
     ``routing`` stands for that of rows which ``new`` does not have yet.
     """
     before, after = old.problem.to_json(), new.problem.to_json()
-    pairs = [(f"problem.{key}", before[key], after[key]) for key in after]
+    # What only some layers have is written for those alone.
+    pairs = [(f"problem.{key}", before.get(key, False), after.get(key, False)) for key in {**before, **after}]
     pairs.append(("device", old.device.get("name"), new.device.get("name")))
     pairs.append(("Triton version", old.versions.get("triton"), new.versions.get("triton")))
     pairs.append(("kernel_source_hash", old.kernel_source_hash, new.kernel_source_hash))
@@ -201,6 +202,8 @@ def _problem_from_json(data: object) -> MoEProblem:
         problem.integer(key)
     problem.text("dtype")
     problem.flag("per_channel_quant")
+    if problem.has("zero_points"):
+        problem.flag("zero_points")
     if problem.take("block_shape") is not None and [type(n) for n in problem.items("block_shape")] != [int, int]:
         raise ValueError("problem.block_shape must be two integers")
     problem.finish()

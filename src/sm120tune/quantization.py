@@ -16,6 +16,10 @@ GROUP_SIZES = (32, 64, 128)
 """Group sizes of int4 and grouped int8 weights in checkpoints that SGLang loads."""
 
 
+BLOCK_K_MULTIPLE = 32
+"""A block along K holds whole steps of the shortest tile that is tuned."""
+
+
 class Granularity(enum.StrEnum):
     """What shares one weight scale."""
 
@@ -44,20 +48,29 @@ class Quantization:
             raise UserError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         if not self.quantized and (self.block_shape or self.per_channel_quant or self.zero_points):
             raise UserError(f"--dtype {self.dtype} is not quantized; drop --block-shape, --group-size and the like")
-        if self.block_shape is not None and (self.block_shape[1] < 16 or self.block_shape[0] < 0):
-            raise UserError(f"a quantization block of {self.block_shape[0]}x{self.block_shape[1]} is too small")
+        if self.block_shape is not None and (self.block_shape[0] < 0 or self.block_shape[1] < 1):
+            raise UserError(f"--block-shape {self._shape_text} is no pair of positive integers")
+        if self.block_shape is not None and self.block_shape[0] != 0 and self.block_shape[1] % BLOCK_K_MULTIPLE:
+            # SGLang's kernel loads one scale a step, and no step is shorter.
+            raise UserError(f"--block-shape {self._shape_text}: its second number must be a multiple of 32")
         if self.block_shape is not None and self.per_channel_quant:
-            raise UserError("--block-shape and --per-channel exclude each other")
+            raise UserError(f"--block-shape {self._shape_text} and --per-channel exclude each other")
+        if self.weight_only and self.per_channel_quant:
+            raise UserError(f"--dtype {self.dtype} has no --per-channel in SGLang; its plain int8 is by channel anyway")
         if self.weight_only and self.block_shape is not None and self.block_shape[0] != 0:
-            raise UserError(f"--dtype {self.dtype} has groups, not blocks: give --group-size")
+            raise UserError(f"--dtype {self.dtype} has groups, not --block-shape {self._shape_text}: give --group-size")
         if self.dtype.endswith("w8a8") and self.block_shape is not None and self.block_shape[0] == 0:
-            raise UserError(f"--dtype {self.dtype} has blocks, not groups: give --block-shape")
+            raise UserError(f"--dtype {self.dtype} has no --group-size {self.block_shape[1]}: give --block-shape")
         if self.dtype == "int4_w4a16" and self.block_shape is None:
             raise UserError("--dtype int4_w4a16 needs --group-size, for example 128")
         if self.dtype == "int8_w8a8" and self.block_shape is None and not self.per_channel_quant:
             raise UserError("--dtype int8_w8a8 needs --per-channel or --block-shape: SGLang has no other int8")
         if self.zero_points and self.granularity is not Granularity.GROUP:
-            raise UserError("--zero-points belong to grouped weights: give --group-size")
+            raise UserError(f"--zero-points with --dtype {self.dtype} belong to grouped weights: give --group-size")
+
+    @property
+    def _shape_text(self) -> str:
+        return ",".join(map(str, self.block_shape or ()))
 
     @property
     def quantized(self) -> bool:

@@ -102,12 +102,16 @@ def cut_reason(problem: MoEProblem, m: int, tile: Tile, limits: SpaceLimits, val
 def wrong_numbers(problem: MoEProblem, tile: Tile) -> str | None:
     """Return why SGLang's kernel would compute wrong numbers with this tile, or None.
 
-    Block-wise quantization loads one scale per K step. The kernel for grouped weights loads B without a mask, so a
+    Block-wise quantization loads one scale per K step, and one for all columns of a tile that is narrower than a
+    block. The kernel for grouped weights loads B without a mask, so a
     ragged last step would read the next rows, and past the last expert's.
     """
     stored, shape = problem.quantization, problem.block_shape
-    if stored.granularity is Granularity.BLOCK and shape is not None and shape[1] % tile.BLOCK_SIZE_K:
-        return f"BLOCK_SIZE_K {tile.BLOCK_SIZE_K} does not divide the quantization block's {shape[1]}"
+    if stored.granularity is Granularity.BLOCK and shape is not None:
+        if shape[1] % tile.BLOCK_SIZE_K:
+            return f"BLOCK_SIZE_K {tile.BLOCK_SIZE_K} does not divide the quantization block's {shape[1]}"
+        if tile.BLOCK_SIZE_N < shape[0] and shape[0] % tile.BLOCK_SIZE_N:
+            return f"BLOCK_SIZE_N {tile.BLOCK_SIZE_N} does not divide the quantization block's {shape[0]}"
     if stored.granularity is Granularity.GROUP:
         for gemm in Gemm:
             if problem.gemm(gemm).k % tile.BLOCK_SIZE_K:

@@ -59,6 +59,7 @@ def test_numbers_beside_a_model(command: InProcess, number: str) -> None:
         (str(DATA), [], [f"{DATA} has no config.json"]),
         (str(DATA / "README.md"), [], ["README.md is no JSON"]),
         ("GLM-5", ["--tp", "3"], ["GLM-5", "2048", "tp 3"]),
+        ("Qwen3-235B-A22B-FP8", ["--tp", "8"], ["Qwen3-235B-A22B-FP8", "N=192", "128"]),
         (str(DATA / "glm5_nvfp4"), [], ["glm5_nvfp4", "FP4 MoE kernels", "--force"]),
         ("gpt-oss-20b", [], ["gpt-oss-20b", "MXFP4", "changes nothing", "--force"]),
         (str(DATA / "nemotron_h.json"), ["--force"], ["nemotron_h", "no gate projection"]),
@@ -73,6 +74,21 @@ def test_force_goes_on(command: InProcess) -> None:
     files, said = planned(command, "gpt-oss-20b", "--tp", "2", "--force")
     assert files[0] == f"E=32,N=1440,device_name={CARD_FILE}.json"
     assert "note: forced; by default SGLang runs these experts in" in said
+
+
+def test_a_quantized_model_brings_its_blocks(command: InProcess) -> None:
+    files, said = planned(command, "GLM-5-FP8", "--tp", "8")
+    assert files[0] == f"E=257,N=256,device_name={CARD_FILE},dtype=fp8_w8a8,block_shape=[128, 128].json"
+    assert "fp8_w8a8 block 128x128" in said
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_that_a_config_does_not_hold_are_asked_for(command: InProcess, tmp_path: Path, bits: int) -> None:
+    config = json.loads((DATA / "mixtral.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": bits}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = model_args(command, str(tmp_path / "config.json"), "--force")
+    command.refused(*args, words=["--group-size", f"int{bits}_w{bits}a16", "--dtype"])
 
 
 def test_force_without_a_model(command: InProcess) -> None:

@@ -213,14 +213,80 @@ def test_figures_that_were_not_given_are_said(command: InProcess) -> None:
         (["--tp", "4", "--ep", "2"], "E=8,N=128,"),
         (["--dtype", "fp16"], "E=16,N=256,device_name=NVIDIA_RTX_PRO_6000"),
         (["--device", "NVIDIA_GB10"], "E=16,N=256,device_name=NVIDIA_GB10.json"),
+        (
+            ["--dtype", "fp8_w8a8", "--block-shape", "128,128"],
+            f"E=16,N=256,device_name={CARD.replace(' ', '_')},dtype=fp8_w8a8,block_shape=[128, 128].json",
+        ),
+        (
+            ["--dtype", "fp8_w8a8", "--per-channel"],
+            f"E=16,N=256,device_name={CARD.replace(' ', '_')},dtype=fp8_w8a8,per_channel_quant=True.json",
+        ),
+        (
+            ["--dtype", "int8_w8a8", "--block-shape", "128,128", "--tp", "2"],
+            f"E=16,N=128,device_name={CARD.replace(' ', '_')},dtype=int8_w8a8,block_shape=[128, 128].json",
+        ),
+        (
+            ["--dtype", "int8_w8a16", "--group-size", "64"],
+            f"E=16,N=256,device_name={CARD.replace(' ', '_')},dtype=int8_w8a16.json",
+        ),
+        # Bytes of int4 are counted, which hold two weights each.
+        (
+            ["--dtype", "int4_w4a16", "--group-size", "128", "--zero-points"],
+            f"E=16,N=128,device_name={CARD.replace(' ', '_')},dtype=int4_w4a16.json",
+        ),
     ],
-    ids=["shared", "tp", "ep", "dtype", "device"],
+    ids=[
+        "shared",
+        "tp",
+        "ep",
+        "dtype",
+        "device",
+        "fp8-block",
+        "fp8-channel",
+        "int8-block",
+        "int8-group",
+        "int4-group",
+    ],
 )
 def test_the_names_follow_the_parallelism_and_the_card(command: InProcess, more: list[str], name: str) -> None:
     document = command.run(*command.line.args(*more, "--dry-run", "--json", "--quiet")).document
     assert document["files"][0].startswith(name)
     assert document["files"][1] == document["files"][0].replace(".json", "_down.json")
     assert list(command.line.folder.iterdir()) == []
+
+
+# Quantized
+
+
+@pytest.mark.parametrize(
+    ("more", "selectors", "wrong"),
+    [
+        (["--dtype", "fp8_w8a8", "--block-shape", "128,128"], "fp8_w8a8,block_shape=[128, 128]", 256),
+        (["--dtype", "int4_w4a16", "--group-size", "64", "--zero-points", "--inter", "192"], "int4_w4a16", 128),
+    ],
+    ids=["fp8-block", "int4-group"],
+)
+def test_a_quantized_layer_gets_a_pair_of_tiles_that_compute_right_numbers(
+    line: CommandLine, more: list[str], selectors: str, wrong: int
+) -> None:
+    done = line.tune("--batch-sizes", "1,512", "--trials", "4", "--json", *more)
+    assert done.code == 0, done.err
+    inter = 96 if "int4" in selectors else 256
+    name = f"E=16,N={inter},device_name={CARD.replace(' ', '_')},dtype={selectors}"
+    configs = line.output / "estimated" / "configs" / TRITON
+    assert {path.name for path in configs.glob("*.json")} == {f"{name}.json", f"{name}_down.json"}
+    up, down = (as_sglang(configs / f"{name}{part}.json") for part in ("", "_down"))
+    assert set(up) == set(down) >= set(DEFAULT_BATCH_SIZES)
+    for m in up:
+        assert up[m]["BLOCK_SIZE_M"] == down[m]["BLOCK_SIZE_M"]
+    record = loads((configs.parents[1] / "provenance" / TRITON / f"{name}.json").read_text())
+    assert record.problem.quantization.zero_points == ("--zero-points" in more)
+    tuned = [row for row in record.rows if row.m in (1, 512)]
+    assert len(tuned) == 2
+    for row in tuned:
+        assert row.repetitions
+        for tile in (row.chosen.gate_up, row.chosen.down):
+            assert tile.BLOCK_SIZE_K < wrong
 
 
 # Interrupted

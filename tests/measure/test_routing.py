@@ -166,3 +166,18 @@ def test_impossible_draws_are_user_errors() -> None:
     greedy = MoEProblem(experts=4, intermediate=32, hidden=64, topk=5, router_experts=4)
     with pytest.raises(UserError, match="cannot choose 5 of 4"):
         topk_ids(greedy, 1, UNIFORM, seed=0)
+
+
+# What a routing is made of
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_ids_and_weights_are_arrays_of_numpy(problem: MoEProblem, routing: Routing) -> None:
+    ids, weights = topk_ids(problem, 9, routing, 0), topk_weights(problem, 9, routing, 0)
+    assert type(ids) is type(weights) is np.ndarray
+    assert (ids.dtype, weights.dtype) == (np.int32, np.float32)
+    assert ids.shape == weights.shape == (9, problem.topk)
+    # A GPU's worker makes tensors of them without a copy.
+    assert ids.flags.c_contiguous
+    assert weights.flags.c_contiguous

@@ -110,14 +110,15 @@ def test_blocks_that_a_rank_cannot_hold(name: str, tp: int) -> None:
         model.problem(tp=tp)
 
 
-def test_blocks_have_to_divide_n() -> None:
-    """The loader asks for n, and for k where down is split by rows; the quantizer of activations for k always."""
-    numbers = {"experts": 8, "inter": 256, "hidden": 512, "topk": 2, "dtype": "fp8_w8a8", "block_shape": (64, 128)}
-    assert MoEProblem.from_parallelism(tp=1, **numbers).block_shape == (64, 128)  # type: ignore[arg-type]
+def test_n_ends_with_a_whole_block_both_ways() -> None:
+    """Down is split by the block's k, and the activations before it are quantized by it even without a split."""
+    numbers = {"experts": 8, "inter": 192, "hidden": 512, "topk": 2, "block_shape": (64, 128), "dtype": "fp8_w8a8"}
+    whole = {**numbers, "inter": 384}
+    assert MoEProblem.from_parallelism(tp=1, **whole).block_shape == (64, 128)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="N=64, which is not divisible by 128"):
-        MoEProblem.from_parallelism(tp=4, **numbers)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="N 192 is not divisible by the quantization group of 128"):
-        MoEProblem.from_parallelism(tp=1, **numbers | {"inter": 192})  # type: ignore[arg-type]
+        MoEProblem.from_parallelism(tp=3, **numbers)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="N=192, which is not divisible by the quantization group of 128"):
+        MoEProblem.from_parallelism(tp=1, **numbers)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="N=192, which is not divisible by 128"):
         MoEProblem.from_parallelism(tp=1, **numbers | {"inter": 192, "block_shape": (128, 64)})  # type: ignore[arg-type]
 

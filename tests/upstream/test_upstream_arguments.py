@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -22,8 +23,13 @@ import triton.language as tl
 from sglang_copies import RELEASES, kernel_path
 from wheels import Trees
 
+from sm120tune.compiler.build import _options as build_options
+from sm120tune.compiler.spec import CompileSpec, QuantizeVariant
 from sm120tune.measure.align import align
+from sm120tune.measure.stored import compute_dtype, operand_dtype, quantize_rows, random_weights
 from sm120tune.problem import Gemm, MoEProblem
+from sm120tune.quantization import DTYPES
+from sm120tune.search_space import VALUES
 from sm120tune.tiles import Tile
 from sm120tune.upstream import find_sglang
 from sm120tune.upstream.arguments import (
@@ -32,17 +38,38 @@ from sm120tune.upstream.arguments import (
     gemm_arguments,
     intermediate_rows,
     launch_flags,
+    quantize_arguments,
     variant_for,
 )
-from sm120tune.upstream.source import load_kernels
-from sm120tune.upstream.values import Constant, Descriptor, Dynamic, Pointer, Scalar, launch_values
+from sm120tune.upstream.scales import quantization_group
+from sm120tune.upstream.source import load_kernels, load_quantize
+from sm120tune.upstream.values import Constant, Descriptor, Dynamic, Pointer, Real, Scalar, launch_values
 
 LAUNCH_OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
-TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TRITON_NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
+    torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8", torch.uint8: "u8",
+}  # fmt: skip
 
 PLAIN = MoEProblem(experts=8, intermediate=48, hidden=96, topk=3, router_experts=8)
 PARALLEL = MoEProblem(experts=4, intermediate=40, hidden=72, topk=2, router_experts=16, dtype="fp16")
+
+QUANTIZED = [
+    MoEProblem(experts=4, intermediate=128, hidden=384, topk=2, router_experts=4, dtype=dtype, **how)  # type: ignore[arg-type]
+    for dtype, how in (
+        ("fp8_w8a8", {}),
+        ("fp8_w8a8", {"per_channel_quant": True}),
+        ("fp8_w8a8", {"block_shape": (128, 128)}),
+        ("fp8_w8a8", {"block_shape": (64, 128)}),
+        ("int8_w8a8", {"per_channel_quant": True}),
+        ("int8_w8a8", {"block_shape": (64, 128)}),
+        ("int8_w8a16", {}),
+        ("int8_w8a16", {"block_shape": (0, 64)}),
+        ("int8_w8a16", {"block_shape": (0, 128), "zero_points": True}),
+        ("int4_w4a16", {"block_shape": (0, 32)}),
+        ("int4_w4a16", {"block_shape": (0, 128), "zero_points": True}),
+    )
+]
 
 
 @dataclass
@@ -85,6 +112,21 @@ def upstream_function(file: Path, name: str, namespace: dict[str, Any]) -> Calla
     return made
 
 
+def upstream_swap_ab(tree: Path, release: str, arch: int) -> Callable[..., Any]:
+    """Return SGLang's own decision on a card of an architecture, one that is no H20."""
+    return upstream_function(
+        tree / "sglang" / kernel_path(release),
+        "should_enable_swap_ab",
+        {
+            "functools": functools,
+            "_is_cuda": True,
+            "is_batch_invariant_mode_enabled": lambda: False,
+            "is_sm90_supported": lambda: arch == 90,
+            "get_device_name": lambda: "NVIDIA H200",
+        },
+    )
+
+
 @dataclass
 class Case:
     """One layer's tensors and the two launchers of one release."""
@@ -95,13 +137,17 @@ class Case:
     m: int
     block_m: int
     pdl: bool = True
+    arch: int = 120
 
     def __post_init__(self) -> None:
-        problem, dtype = self.problem, DTYPES[self.problem.dtype]
+        problem, dtype = self.problem, compute_dtype(self.problem.quantization)
+        self.stored = stored = problem.quantization
         self.kernels = load_kernels(find_sglang(self.tree))
         self.x = torch.zeros(self.m, problem.hidden, dtype=dtype)
-        self.w1 = torch.zeros(problem.experts, 2 * problem.intermediate, problem.hidden, dtype=dtype)
-        self.w2 = torch.zeros(problem.experts, problem.hidden, problem.intermediate, dtype=dtype)
+        generator = torch.Generator().manual_seed(0)
+        e, n, k = problem.experts, problem.intermediate, problem.hidden
+        self.w1 = random_weights(stored, e, 2 * n, k, generator)
+        self.w2 = random_weights(stored, e, k, n, generator)
         self.ids = torch.arange(self.m * problem.topk, dtype=torch.int32).reshape(self.m, -1) % problem.experts
         self.weights = torch.ones(self.m, problem.topk)
         self.alignment = align(self.ids, self.block_m, problem.experts)
@@ -115,10 +161,44 @@ class Case:
     def upstream_gemm(self, gemm: Gemm, tile: Tile, is_sorted: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """Launch one GEMM as SGLang's ``fused_experts_impl`` does; return grid, arguments and options."""
         recorder = Recorder(inspect.signature(self.kernels.fused_moe.fn))
+        grouped = Recorder(inspect.signature(self.kernels.grouped.fn))
+        stored = self.stored
+
+        def quantized(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            made = quantize_rows(a, stored)
+            assert made.scales is not None
+            return made.codes, made.scales
+
+        def by_token_or_tensor(
+            a: torch.Tensor, scale: torch.Tensor | None, use_per_token_if_dynamic: bool
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            codes, scales = quantized(a)
+            # One scale per token where the weights are channel-wise, else one number.
+            assert list(scales.shape) == ([a.shape[0], 1] if use_per_token_if_dynamic else [1])
+            assert scale is None
+            return codes, scales
+
+        def by_token(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            codes, scales = quantized(a)
+            assert list(scales.shape) == [a.shape[0], 1]
+            return codes, scales
+
+        def by_group(a: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+            codes, scales = quantized(a)
+            assert list(scales.shape) == [a.shape[0], a.shape[1] // group]
+            return codes, scales
+
         launcher = upstream_function(
             self.tree / "sglang" / kernel_path(self.release),
             "invoke_fused_moe_kernel",
             {
+                "fused_moe_kernel_gptq_awq": grouped,
+                "should_enable_swap_ab": upstream_swap_ab(self.tree, self.release, self.arch),
+                "_is_cuda": True,
+                "scaled_fp8_quant": by_token_or_tensor,
+                "per_token_quant_int8": by_token,
+                "sglang_per_token_group_quant_fp8": by_group,
+                "sglang_per_token_group_quant_int8": by_group,
                 "triton": triton,
                 "torch": torch,
                 "tl": tl,
@@ -144,20 +224,20 @@ class Case:
             optional["router_topk"] = problem.topk
         a, b, c = (self.x, self.w1, wide) if up else (narrow, self.w2, self.out)
         compute = tl.bfloat16 if self.x.dtype == torch.bfloat16 else tl.float16
+        flags = {f"use_{name}": name == problem.dtype for name in DTYPES if name not in ("bf16", "fp16")}
         launcher(
-            *(a, b, None, c, None, None, None, self.weights, self.ids),
+            *(a, b.codes, None, c, None, b.scales, b.zeros, self.weights, self.ids),
             *vars(self.alignment).values(),
             *(not up, problem.topk if up else 1, config),
             compute_type=compute,
-            use_fp8_w8a8=False,
-            use_int8_w8a8=False,
-            use_int8_w8a16=False,
-            use_int4_w4a16=False,
-            per_channel_quant=False,
-            block_shape=None,
+            per_channel_quant=problem.per_channel_quant,
+            block_shape=list(problem.block_shape) if problem.block_shape else None,
+            **flags,
             **optional,
         )
-        (launch,) = recorder.launches
+        is_grouped = self.kernels.gemm_kernel(stored) is self.kernels.grouped
+        (launch,) = grouped.launches if is_grouped else recorder.launches
+        assert len(grouped.launches) + len(recorder.launches) == 1
         return launch
 
     def upstream_activation(self, is_sorted: bool) -> dict[str, Any]:
@@ -185,6 +265,8 @@ def check(name: str, ours: Any, theirs: Any, dynamic: dict[str, int]) -> None:
         case Scalar(value=value):
             assert type(theirs) is int, name
             assert theirs == value, name
+        case Real(value=value):
+            assert float(theirs) == value, name
         case Constant(value=value):
             assert theirs == value, name
             assert (theirs is None) == (value is None), name
@@ -210,6 +292,94 @@ def test_gemm_arguments_are_those_of_sglang(sglang_trees: Trees, release: str, g
                 check(name, ours[name], theirs[name], dynamic)
             pdl = {"launch_pdl": True} if flags.pdl else {}
             assert options == {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **pdl}
+
+
+@pytest.mark.parametrize("problem", QUANTIZED, ids=str)
+@pytest.mark.parametrize("release", RELEASES)
+def test_quantized_arguments_are_those_of_sglang(sglang_trees: Trees, release: str, problem: MoEProblem) -> None:
+    # On SM90 the first tile swaps A and B; 600 rows of A are past the early start of 0.5.23; 256 divides no K.
+    narrow, wide = Tile(16, 64, 128, 4, 8, 2), Tile(16, 128, 256, 1)
+    for gemm, (m, tile, arch) in itertools.product(Gemm, ((3, narrow, 120), (3, narrow, 90), (600, wide, 120))):
+        case = Case(release, sglang_trees[release], problem, m, block_m=16, arch=arch)
+        flags = launch_flags(case.kernels.gemm_kernel(problem.quantization), arch)
+        _, theirs, options = case.upstream_gemm(gemm, tile, is_sorted=False)
+        variant = variant_for(problem, gemm, tile, m=m, sorted_intermediate=False, pdl=flags.pdl)
+        ours = gemm_arguments(case.kernels, problem, variant, arch)
+        dynamic = {"EM": case.alignment.sorted_token_ids.shape[0], "num_valid_tokens": case.ids.numel()}
+        assert list(ours) == list(theirs)
+        for name in theirs:
+            check(name, ours[name], theirs[name], dynamic)
+        pdl = {"launch_pdl": True} if flags.pdl else {}
+        assert options == {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **pdl}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_down_tma_of_blocks_is_that_of_sglang(sglang_trees: Trees, release: str) -> None:
+    problem, tile = QUANTIZED[2], Tile(16, 64, 128, 1, USE_TMA=True)
+    case = Case(release, sglang_trees[release], problem, 9, block_m=16)
+    _, theirs, _ = case.upstream_gemm(Gemm.DOWN, tile, is_sorted=True)
+    variant = variant_for(
+        problem, Gemm.DOWN, tile, m=9, sorted_intermediate=True, pdl=launch_flags(case.kernels.fused_moe, 120).pdl
+    )
+    ours = gemm_arguments(case.kernels, problem, variant, 120)
+    assert isinstance(ours["a_desc"], Descriptor)
+    assert ours["a_desc"].dtype == "fp8e4nv"
+    for name in theirs:
+        check(name, ours[name], theirs[name], {"EM": theirs["EM"], "num_valid_tokens": 18})
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_and_b_are_swapped_where_sglang_swaps_them(sglang_trees: Trees, release: str) -> None:
+    kernels = load_kernels(find_sglang(sglang_trees[release]))
+    swapped = set()
+    for arch, m, n in itertools.product((89, 90, 100, 120), VALUES["BLOCK_SIZE_M"], VALUES["BLOCK_SIZE_N"]):
+        theirs = upstream_swap_ab(sglang_trees[release], release, arch)(m, n)
+        assert kernels.swaps_ab(arch, m, n) is theirs
+        swapped |= {(arch, m, n)} if theirs else set()
+    assert (120, 16, 64) not in swapped
+    wide = {(90, m, n) for m in (16, 32) for n in (64, 128, 256)}
+    # The first release swaps on an H20 alone.
+    assert swapped == (set() if release == "0.5.8.post1" else wide)
+    # Only fp8 is swapped.
+    for problem, is_fp8 in ((QUANTIZED[1], True), (QUANTIZED[4], False), (PLAIN, False)):
+        ours = gemm_arguments(kernels, problem, Variant(Gemm.DOWN, Tile(16, 64, 128, 1)), 90)
+        assert ours["swap_ab"] == Constant(is_fp8 and bool(swapped))
+
+
+@pytest.mark.parametrize("problem", [p for p in QUANTIZED if p.quantization.operand_bytes == 1][1:], ids=str)
+@pytest.mark.parametrize("release", RELEASES)
+def test_quantize_arguments_are_those_of_sglang(sglang_trees: Trees, release: str, problem: MoEProblem) -> None:
+    tree = find_sglang(sglang_trees[release])
+    kernel, stored = load_quantize(tree), problem.quantization
+    recorder = Recorder(inspect.signature(kernel.fn))
+    dtype = operand_dtype(stored)
+    x = torch.zeros(5, problem.intermediate, dtype=torch.bfloat16)
+    launcher = upstream_function(
+        tree.quantize_file,
+        "_per_token_group_quant_8bit_raw",
+        {
+            "torch": torch,
+            "triton": triton,
+            "Tuple": tuple,
+            "Optional": Optional,
+            "fp8_dtype": torch.float8_e4m3fn,
+            "_is_hip": False,
+            "create_per_token_group_quant_fp8_output_scale": lambda x_shape, group_size, **_more: torch.zeros(
+                x_shape[0], x_shape[1] // group_size
+            ),
+            "_per_token_group_quant_8bit": recorder,
+        },
+    )
+    group = quantization_group(stored, x.shape[1])
+    launcher(x, group, dtype=dtype)
+    ((grid, theirs, options),) = recorder.launches
+    assert grid == (x.numel() // group,)
+    ours = quantize_arguments(kernel, stored, x.shape[1])
+    assert list(ours) == list(theirs)
+    for name in theirs:
+        check(name, ours[name], theirs[name], {})
+    source = CompileSpec(tree.package, "", triton.__version__, 120, problem, QuantizeVariant(x.shape[1]))
+    assert build_options(source, kernel) == options
 
 
 @pytest.mark.parametrize("release", ["0.5.18", "0.5.23"])

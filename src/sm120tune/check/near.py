@@ -61,7 +61,7 @@ def _experts(problem: MoEProblem, wanted: ConfigName, name: ConfigName) -> str |
 def _intermediate(_problem: MoEProblem, wanted: ConfigName, name: ConfigName) -> str | None:
     text = f"N={name.intermediate}, the server asks for N={wanted.intermediate}"
     if 2 * name.intermediate == wanted.intermediate or name.intermediate == 2 * wanted.intermediate:
-        return f"{text}; off by a factor of two (N is w2.shape[2]: inter / tp, packed int4 included)"
+        return f"{text}; off by a factor of two (N is w2.shape[2]: inter / tp, for int4 half of that)"
     return None
 
 

@@ -73,6 +73,12 @@ def require_tunable(model: MoEModel) -> None:
             f"{model.name}: its experts are {model.dtype}, which cannot be tuned yet ({', '.join(DTYPES)} can); "
             "the check command takes it"
         )
+    if model.served_elsewhere is not None and model.dtype.endswith("a16"):
+        # SGLang's grouped kernel is another one, and the file name does not say the group.
+        raise UserError(
+            f"{model.name}: the groups of its {model.dtype} experts are not read from a --model; give the numbers with "
+            "--dtype, --group-size and --zero-points"
+        )
 
 
 def model_lines(model: MoEModel) -> list[str]:
