@@ -173,7 +173,9 @@ def _load(m: int, experts: int, topk: int, ep: int, how: str, clamped: bool) -> 
     found = []
     for sample in range(1 if how == "balanced" else _SAMPLES):
         rng = np.random.default_rng([sample, m, experts, topk, ep])
-        ids = _balanced(m, experts, topk) if how == "balanced" else _power_law(m, experts, topk, ep, float(how[10:]), rng)
+        ids = (
+            _balanced(m, experts, topk) if how == "balanced" else _power_law(m, experts, topk, ep, float(how[10:]), rng)
+        )
         local = ids < experts // ep
         if clamped:
             ids = np.where(local, ids, 0)[local.any(axis=1)]

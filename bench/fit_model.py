@@ -48,7 +48,7 @@ START = Constants(
     serial_share=0.5,
     block_us=2.0,
     store_us=0.01,
-    spill_bytes_that_double=170.0,
+    spill_bytes_that_double=200.0,
     overlap=2.7,
     step_overlap=6.0,
     call_us=12.0,
@@ -173,7 +173,7 @@ def main() -> int:
             "sm90": {
                 "fitted_on": [table.name for table in tables],
                 "constants": _digits(replace(sm90, **shared)),
-                "margins": margins(on_tables.ratio_errors),
+                "margins": margins(on_tables.errors),
                 "quality": on_tables.summary,
                 "correction": fit_correction(tables, sm90).to_json(),
             },

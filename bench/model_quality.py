@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from field_data import LARGE, SMALL, Field, field_tiles, read_field
+from field_data import Field, field_tiles, read_field
 from fit_model import FIELD_LEAST_M, fit_correction, fit_field, fit_tables
 from model_tables import COUNTS, Recorded, bands, geomean, rank_correlation, recorded, regrets
 
@@ -44,8 +44,8 @@ class TableQuality:
     """Of choices on tables that were not fitted."""
 
     summary: dict[str, Any]
-    ratio_errors: Errors
-    """Of the predicted time of a leader over that of the built-in default."""
+    errors: Errors
+    """Of the model's first tiles."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def table_quality(tables: Sequence[Recorded]) -> TableQuality:
             found: dict[str, Any] = {}
             for band, indices in bands(held_out.launches):
                 pairs = [(held_out.launches[i], predicted[i]) for i in indices]
-                every = [regrets(*pair) for pair in pairs]
+                every = [regrets(held_out, *pair) for pair in pairs]
                 found[band] = {
                     **{f"best of {n}": round(geomean([each[i] for each in every]), 4) for i, n in enumerate(COUNTS)},
                     "worst first": round(max(each[0] for each in every), 3),
@@ -89,19 +89,16 @@ def table_quality(tables: Sequence[Recorded]) -> TableQuality:
             found["absolute error, median"] = round(float(np.median(np.concatenate(ratios))), 4)
             summary.setdefault(held_out.name, {})[kind] = found
             if correction is not None:
-                errors += _ratio_errors(held_out, predicted)
+                errors += _leader_errors(held_out, predicted)
     return TableQuality(summary, errors)
 
 
-def _ratio_errors(table: Recorded, predicted: list[Array]) -> Errors:
-    """Return how far the predicted gain over the built-in default is off, for the model's first tiles."""
+def _leader_errors(table: Recorded, predicted: list[Array]) -> Errors:
+    """Return the relative errors of the model's first tiles, those that a search would begin with."""
     errors: Errors = []
     for one, expected in zip(table.launches, predicted, strict=True):
-        default = SMALL if one.m <= table.problem.experts else LARGE
-        if default in one.tiles:
-            at = one.tiles.index(default)
-            ratio = expected / expected[at] / (one.us / one.us[at])
-            errors += [(one.m, abs(float(ratio[i]) - 1)) for i in np.argsort(expected)[:LEADERS]]
+        first = np.argsort(expected)[:LEADERS]
+        errors += [(one.m, float(error)) for error in np.abs(expected / one.us - 1)[first]]
     return errors
 
 

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from sm120tune.devices import DeviceSpec, find_device
 from sm120tune.measure.cost_constants import Constants
 from sm120tune.measure.cost_terms import Load, TileArrays, terms
-from sm120tune.measure.model import gemm_load, tile_arrays
+from sm120tune.measure.model import gemm_load, likely_group, tile_arrays
 from sm120tune.measure.occupancy import StoredFacts, binary_key
-from sm120tune.measure.routing import parse_routing
+from sm120tune.measure.routing import Routing, parse_routing
 from sm120tune.measure.table import read_table
 from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.tiles import Tile
@@ -45,6 +45,7 @@ class Recorded:
     name: str
     problem: MoEProblem
     device: DeviceSpec
+    routing: Routing
     launches: list[Launches]
 
     def times(self, c: Constants) -> list[Array]:
@@ -66,21 +67,25 @@ def recorded(path: Path) -> Recorded:
             load = gemm_load(table.problem, gemm, m, routing, arrays.block_m)
             us = np.array([row.us or math.inf for row in rows])
             launches.append(Launches(gemm, m, tiles, us, load, arrays))
-    return Recorded(path.stem, table.problem, device, launches)
+    return Recorded(path.stem, table.problem, device, routing, launches)
 
 
-def regrets(one: Launches, predicted: Array) -> list[float]:
+def regrets(table: Recorded, one: Launches, predicted: Array) -> list[float]:
     """Return the time of the best among the first 1, 5 and 20 tiles over that of the best of all.
 
-    One GROUP_SIZE_M a tile, the smallest, since the model does not tell them apart; the best of all may have any.
+    One GROUP_SIZE_M a tile, the likely one; the best of all may have any.
     """
-    best: dict[str, tuple[float, int, float]] = {}
+    likely = {
+        size: likely_group(table.problem, one.gemm, one.m, size, table.routing)
+        for size in {tile.BLOCK_SIZE_M for tile in one.tiles}
+    }
+    ranked: dict[str, tuple[float, bool, float]] = {}
     for tile, expected, us in zip(one.tiles, predicted, one.us, strict=True):
-        entry = (float(expected), tile.GROUP_SIZE_M, float(us))
+        entry = (float(expected), tile.GROUP_SIZE_M != likely[tile.BLOCK_SIZE_M], float(us))
         key = binary_key(tile)
-        best[key] = min(best.get(key, entry), entry)
-    ranked = [us for _, _, us in sorted(best.values())]
-    return [min(ranked[:count]) / float(one.us.min()) for count in COUNTS]
+        ranked[key] = min(ranked.get(key, entry), entry)
+    times = [us for _, _, us in sorted(ranked.values())]
+    return [min(times[:count]) / float(one.us.min()) for count in COUNTS]
 
 
 def rank_correlation(one: Launches, predicted: Array) -> float:

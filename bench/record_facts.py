@@ -54,9 +54,7 @@ def compiled(device_name: str, sglang: Path | None, workers: int) -> tuple[str, 
         fits = staged_shared_bytes(tile, PROBLEM.element_bytes) <= device.shared_memory_per_block
         if tile.GROUP_SIZE_M == 1 and fits and HEURISTICS["accumulator-fits"](PROBLEM, M, tile):
             variant = variant_for(PROBLEM, Gemm.GATE_UP, tile, m=M, sorted_intermediate=False, pdl=pdl)
-            spec = CompileSpec(
-                tree.package, kernels.source_hash, triton.__version__, device.arch, PROBLEM, variant
-            )
+            spec = CompileSpec(tree.package, kernels.source_hash, triton.__version__, device.arch, PROBLEM, variant)
             pending[tile] = pool.submit(spec)
     facts: Facts = {}
     for number, (tile, future) in enumerate(pending.items(), 1):

@@ -41,7 +41,9 @@ class Correction:
         mean, scale = features.mean(axis=0), features.std(axis=0) + 1e-9
         x = columns(features, mean, scale)
         normal = x.T @ (x * weight[:, None]) + ridge * len(x) * np.eye(x.shape[1])
-        return cls(mean, scale, np.linalg.solve(normal, x.T @ (weight * np.clip(log_ratio, -2 * _LARGEST, 2 * _LARGEST))))
+        return cls(
+            mean, scale, np.linalg.solve(normal, x.T @ (weight * np.clip(log_ratio, -2 * _LARGEST, 2 * _LARGEST)))
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object, numbers at six digits."""

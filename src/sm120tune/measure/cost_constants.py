@@ -52,7 +52,7 @@ class Constants:
     store_us: float
     """Epilogue of a block for each fp32 accumulator of a thread, µs."""
     spill_bytes_that_double: float
-    """Stack bytes a thread that double the time of a K step."""
+    """Stack bytes a thread, beyond what is spilled once a block, that double the time."""
     overlap: float
     """Exponent of the smooth maximum over memory, SM throughput and latency; two equal terms give 2 ** (1/overlap)."""
     step_overlap: float
@@ -79,6 +79,11 @@ class CardClass:
     """Learned on residuals where an exhaustive table exists."""
     margins: tuple[tuple[int, float], ...]
     """(least M, relative error at the 90th percentile on problems that were not fitted), ascending in M."""
+
+    def margin(self, m: int) -> float:
+        """Return by how much an estimated gain must exceed nothing at M: the model's error there."""
+        found = [error for least, error in self.margins if least <= m]
+        return found[-1] if found else max(error for _, error in self.margins)
 
 
 def model_version() -> str:

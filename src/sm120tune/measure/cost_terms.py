@@ -1,12 +1,15 @@
 """The formula: one GEMM's time from its load, its tile and the card, for many tiles or loads at once.
 
-A launch takes ``launch + smooth maximum of three``:
+A launch takes ``launch + spilling * smooth maximum of three``:
 
 * ``bandwidth``: operands once through DRAM, weights slower where a tile's rows are short;
 * throughput of the busiest SM: its blocks, one after the other, each K step as long as the slowest of tensor cores
   (``compute``), operand reads from shared memory (``shared_reads``) and loads through the L2 (``l2``);
 * ``latency``: waves of resident blocks, each as long as its start, its K steps and its epilogue take alone. A step
   waits for the part of its loads that ``num_stages - 1`` buffers do not hide, and for a part of its own products.
+
+Spilled registers stretch all of it: tiles with much stack are as many times slower where memory binds as where the
+tensor cores do.
 
 Every field may be a number or an array; arrays broadcast against each other.
 """
@@ -33,6 +36,10 @@ _SHORT_ROW = 64.0
 _SHORT_ROW_POWER = 3.0
 """The loss falls with this power of the row's bytes: rows of 256 bytes lose next to nothing on either card."""
 _MATRIX_ROW = 4096.0
+_STACK_OUTSIDE_LOOP = 32
+"""Bytes a thread that cost nothing on the recorded tables: what is spilled once a block, not in every step."""
+_SPILL_POWER = 0.7
+"""The first spilled values cost most: on an H200 1 KB of stack took about 4 times as long, 5 KB about 10 times."""
 _C_BYTES = 2
 
 
@@ -115,13 +122,12 @@ def terms(load: Load, tile: TileArrays, card: Device, c: Constants) -> Terms:
     loaded = used_rows * row_of_a + tile.block_n * row_of_b
     l2_us = loaded / (c.l2_gb_s * 1e3)
 
-    spilling = 1 + tile.spill_bytes / c.spill_bytes_that_double
     blocks = load.row_blocks * np.ceil(load.n / tile.block_n)
     steps = np.ceil(load.k / tile.block_k)
-    busiest = np.ceil(blocks / card.sm_count) * steps * spilling
+    busiest = np.ceil(blocks / card.sm_count) * steps
 
     # A warp feeds one of the SM's four tensor cores.
-    serial_us = tensor_us * c.serial_share * spilling * _TENSOR_CORES / np.minimum(_TENSOR_CORES, tile.warps)
+    serial_us = tensor_us * c.serial_share * _TENSOR_CORES / np.minimum(_TENSOR_CORES, tile.warps)
     load_us = (c.load_us + c.load_us_per_16k * loaded / 16384) / np.maximum(1, tile.stages - 1)
     store_us = c.store_us * tile.block_m * tile.block_n / (_THREADS_PER_WARP * tile.warps)
     waves = np.ceil(blocks / (card.sm_count * tile.occupancy))
@@ -133,6 +139,8 @@ def terms(load: Load, tile: TileArrays, card: Device, c: Constants) -> Terms:
     traffic = weights + load.rows_of_a * load.k * load.activation_bytes + load.rows_of_c * load.n * _C_BYTES
     bandwidth = traffic / (card.bandwidth * c.bandwidth_share) * 1e6
 
+    spilled = np.maximum(0, tile.spill_bytes - _STACK_OUTSIDE_LOOP)
+    spilling = 1 + (spilled / c.spill_bytes_that_double) ** _SPILL_POWER
     throughput = smooth_max(c.step_overlap, busiest * tensor_us, busiest * shared_us, busiest * l2_us)
     return Terms(
         bandwidth=np.asarray(bandwidth),
@@ -141,12 +149,12 @@ def terms(load: Load, tile: TileArrays, card: Device, c: Constants) -> Terms:
         l2=busiest * l2_us,
         latency=latency,
         throughput=throughput,
-        us=c.launch_us + smooth_max(c.overlap, bandwidth, throughput, latency),
+        us=c.launch_us + spilling * smooth_max(c.overlap, bandwidth, throughput, latency),
     )
 
 
 def features(load: Load, tile: TileArrays, found: Terms) -> Array:
-    """Return what the learned correction sees of each launch: ``[launches, 11]``."""
+    """Return what the learned correction sees of each launch: ``[launches, 12]``."""
     us = found.us
     used = np.minimum(1.0, load.rows / np.maximum(1, load.row_blocks) / tile.block_m)
     found_columns = (
@@ -161,6 +169,7 @@ def features(load: Load, tile: TileArrays, found: Terms) -> Array:
         np.log(found.throughput / us),
         np.log2(np.maximum(used, 1e-3)),
         np.log1p(tile.spill_bytes / 50),
+        np.where(tile.block_m >= _WGMMA_ROWS, 1.0, 0.0),
     )
     return np.stack([np.broadcast_to(column, us.shape) for column in found_columns], axis=-1)
 
