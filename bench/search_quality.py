@@ -112,7 +112,8 @@ def main() -> int:
             )
             binaries.append(found["binaries"])
     print(
-        f"all: binaries {statistics.fmean(binaries):.0f} a table, geomean {geomean(every):.4f} worst {max(every):.3f} over {len(every)} searches of one M"
+        f"all: binaries {statistics.fmean(binaries):.0f} a table, geomean {geomean(every):.4f} "
+        f"worst {max(every):.3f} over {len(every)} searches of one M"
     )
     return 0
 

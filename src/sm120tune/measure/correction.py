@@ -37,13 +37,13 @@ class Correction:
 
     @classmethod
     def fit(cls, features: Array, log_ratio: Array, weight: Array, ridge: float) -> Correction:
-        """Fit by weighted ridge regression; ``ridge`` is the penalty as a share of the mean weightless row."""
+        """Fit by weighted ridge regression; ``ridge`` is the penalty on squared weights, a row."""
         mean, scale = features.mean(axis=0), features.std(axis=0) + 1e-9
         x = columns(features, mean, scale)
         normal = x.T @ (x * weight[:, None]) + ridge * len(x) * np.eye(x.shape[1])
-        return cls(
-            mean, scale, np.linalg.solve(normal, x.T @ (weight * np.clip(log_ratio, -2 * _LARGEST, 2 * _LARGEST)))
-        )
+        target = np.clip(log_ratio, -2 * _LARGEST, 2 * _LARGEST)
+        weights = np.linalg.solve(normal, x.T @ (weight * target))
+        return cls(mean, scale, np.asarray(weights, dtype=np.float64))
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object, numbers at six digits."""
