@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -112,14 +112,16 @@ def solve(
     return replace(start, **dict(zip(free, np.exp(found.x).tolist(), strict=True)))
 
 
-def fit_tables(tables: Sequence[Recorded]) -> Constants:
-    """Fit a GEMM's constants on tables."""
+def fit_tables(tables: Sequence[Recorded], fixed: Mapping[str, float] | None = None) -> Constants:
+    """Fit a GEMM's constants on tables, all but those that are fixed."""
+    fixed = fixed or {}
+    free = [name for name in OF_TABLES if name not in fixed]
 
     def predict(c: Constants) -> Array:
         return np.concatenate([us for table in tables for us in table.times(c)])
 
     us, weight = _measured(tables)
-    return solve(predict, us, 100 * weight, START, OF_TABLES, 0.5)
+    return solve(predict, us, 100 * weight, replace(START, **fixed), free, 0.5)
 
 
 def fit_correction(tables: Sequence[Recorded], c: Constants) -> Correction:
