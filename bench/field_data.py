@@ -37,6 +37,8 @@ Array = npt.NDArray[np.float64]
 CLAMPED = ((2816, 704, 8, 128), (4096, 14336, 2, 8), (6144, 16384, 2, 8))
 """hidden, inter, topk, experts."""
 _SAMPLES = 5
+_HOLDING = 0.5
+"""Of an activation's bytes, what counts beside the weights for the L2: each is used within the call and then dead."""
 _ROWS = (16, 32, 64, 128)
 SMALL, LARGE = Tile(16, 32, 64, 1), Tile(64, 64, 32, 8)
 FP8_BLOCK = Tile(64, 128, 128, 32)
@@ -62,6 +64,8 @@ class Field:
     rows: Array
     rows_elsewhere: Array
     touched: Array
+    touched_by_five: Array
+    """Experts that any of a timing's five routings touches."""
     blocks: Array
     """Row blocks for each of ``_ROWS``: ``[rows, 4]``."""
 
@@ -83,8 +87,9 @@ class Field:
     def call_us(self, tiles: tuple[TileArrays, TileArrays], card: DeviceSpec, c: Constants) -> Array:
         """Return the model's time of the whole call with these tiles for gate_up and down."""
         element = np.where(self.fp8 > 0, 1.0, 2.0)
-        weights = 3 * self.touched * self.intermediate * self.hidden * element
-        cold = cold_share(weights, card.l2_bytes, c)
+        weights = 3 * self.touched_by_five * self.intermediate * self.hidden * element
+        between = 2 * (self.tokens * self.hidden + self.rows * (3 * self.intermediate + self.hidden))
+        cold = cold_share(weights + _HOLDING * between, card.l2_bytes, c)
         total = np.zeros(len(self.us))
         empty = np.zeros(len(self.us))
         for up, tile in zip((True, False), tiles, strict=True):
@@ -163,14 +168,15 @@ def read_field(path: Path) -> Field:
         rows=loads[:, 1],
         rows_elsewhere=loads[:, 2],
         touched=loads[:, 3],
-        blocks=loads[:, 4:],
+        touched_by_five=loads[:, 4],
+        blocks=loads[:, 5:],
     )
 
 
 @functools.cache
 def _load(m: int, experts: int, topk: int, ep: int, how: str, clamped: bool) -> tuple[float, ...]:
-    """Return tokens, local rows, other rows, touched experts and row blocks, averaged over samples."""
-    found = []
+    """Return tokens, rows here and elsewhere, experts touched by one and by five routings, row blocks: averages."""
+    found, touched = [], np.zeros(experts // ep, dtype=bool)
     for sample in range(1 if how == "balanced" else _SAMPLES):
         rng = np.random.default_rng([sample, m, experts, topk, ep])
         ids = (
@@ -184,8 +190,10 @@ def _load(m: int, experts: int, topk: int, ep: int, how: str, clamped: bool) -> 
         if ep == 1:
             counts = _spread(counts, m)
         blocks = [np.ceil(counts / rows).sum() for rows in _ROWS]
+        touched |= counts > 0
         found.append((len(ids), counts.sum(), ids.size - local.sum(), np.count_nonzero(counts), *blocks))
-    return tuple(float(value) for value in np.mean(found, axis=0))
+    *first, here = np.mean(found, axis=0)[:4]
+    return (*first, here, float(touched.sum()), *np.mean(found, axis=0)[4:])
 
 
 def _spread(counts: npt.NDArray[Any], m: int) -> npt.NDArray[Any]:

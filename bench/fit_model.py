@@ -54,7 +54,7 @@ START = Constants(
     call_us=12.0,
     quantize_us=10.0,
     call_cache_share=1.0,
-    hot_share=0.8,
+    hot_share=1.0,
     empty_block_us=2.0,
 )
 LIMITS = {

@@ -64,7 +64,7 @@ class Constants:
     call_cache_share: float
     """Of the L2, what the activations may fill before the kernels between the GEMMs run at DRAM speed."""
     hot_share: float
-    """Of the L2, what weights may fill before repeated calls find none of them there."""
+    """Of the L2, what a repeated call may touch before it finds half of the weights gone."""
     empty_block_us: float
     """Time of a block that only writes zeros for another rank's choices, µs."""
 

@@ -15,8 +15,8 @@ _CACHED_COST = 0.2
 """Of DRAM time, what traffic costs that the L2 keeps; bench/model_quality.py shows little of it."""
 _CACHE_EDGE = 2.0
 """Exponent with which traffic leaves the L2 as it outgrows it: activations are read soon after they were written."""
-_HOT_EDGE = 6.0
-"""The same for weights, which come round once a call: a cycle that outgrows the cache finds nothing in it."""
+_HOT_EDGE = 8.0
+"""The same for weights, which come round once a call: a cycle that outgrows the cache finds next to nothing in it."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,12 @@ def rest_us(load: CallLoad, card: Device, l2_bytes: int, c: Constants) -> npt.ND
     return np.asarray(fixed + traffic / card.bandwidth * (_CACHED_COST + missed / c.bandwidth_share) * 1e6)
 
 
-def cold_share(weight_bytes: Numbers, l2_bytes: int, c: Constants) -> npt.NDArray[np.float64]:
-    """Return the share of a call's weights that repeated calls do not find in the L2."""
-    return missed_share(weight_bytes, c.hot_share * l2_bytes, _HOT_EDGE)
+def cold_share(footprint: Numbers, l2_bytes: int, c: Constants) -> npt.NDArray[np.float64]:
+    """Return the share of a call's weights that repeated calls do not find in the L2.
+
+    ``footprint`` is all that a call touches, bytes: the weights, and the activations that drive them out.
+    """
+    return missed_share(footprint, c.hot_share * l2_bytes, _HOT_EDGE)
 
 
 def missed_share(traffic: Numbers, cache: float, edge: float) -> npt.NDArray[np.float64]:
