@@ -7,7 +7,8 @@ BLOCK_SIZE_M. The chosen pair is what the search ranks first by its noisy times.
 ``binaries`` the different ones that had to be compiled, ``cpu`` is what sampler and bookkeeping took.
 
 The cost model that gives the first candidates is fitted on the other tables, so that it never saw the one searched
-(needs scipy and at least two tables); ``--stored-model`` takes the constants that ship instead.
+(needs scipy and at least two tables). ``--model stored`` takes the constants that ship, ``--model sm120`` those of
+another card: what to expect where nothing was fitted.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def unseen(held_out: Path, tables: list[Path]) -> CardClass:
 
     others = [recorded(path) for path in tables if path != held_out]
     if not others:
-        raise SystemExit("one table alone leaves none to fit the model on; give two or --stored-model")
+        raise SystemExit("one table alone leaves none to fit the model on; give two or another --model")
     constants = fit_tables(others)
     stored = card_class(others[0].device.arch)
     return CardClass(stored.name, constants, fit_correction(others, constants), stored.margins)
@@ -92,13 +93,14 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=48)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--sglang", type=Path)
-    parser.add_argument("--stored-model", action="store_true", help="the model may have seen these tables")
+    parser.add_argument("--model", choices=("unseen", "stored", "sm120"), default="unseen", help="see above")
     args = parser.parse_args()
     every: list[float] = []
     binaries: list[int] = []
     for path in args.tables:
         table = read_table(path)
-        fitted = card_class(find_device(table.device_name).arch) if args.stored_model else unseen(path, args.tables)
+        arch = find_device(table.device_name).arch if args.model == "stored" else 120
+        fitted = unseen(path, args.tables) if args.model == "unseen" else card_class(arch)
         for seed in (int(part) for part in args.seeds.split(",")):
             with mock.patch.object(model, "card_class", lambda _arch, fitted=fitted: fitted):
                 found = evaluate(table, args.trials, seed, args.sglang)

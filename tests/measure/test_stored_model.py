@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,10 @@ import pytest
 from sm120tune.devices import DEFAULT_DEVICE_NAME, find_device
 from sm120tune.measure.cost_constants import CardClass, Constants, card_class, model_version
 from sm120tune.measure.cost_terms import features, terms
+from sm120tune.measure.occupancy import StoredFacts, recorded_facts
+from sm120tune.measure.table import read_table
+from sm120tune.problem import Gemm
+from sm120tune.tiles import Tile
 
 pytest.importorskip("pyarrow")
 
@@ -49,6 +53,20 @@ def test_h200_constants_choose_well_on_the_tables(path: Path) -> None:
     assert twenty < 1.005
     assert np.mean(correlations) > 0.96
     assert np.median(np.concatenate(errors)) < 0.06
+
+
+def test_facts_of_a_binary_are_the_same_for_both_recorded_problems_and_in_the_record() -> None:
+    facts: dict[tuple[Gemm, Tile], set[tuple[Any, ...]]] = {}
+    for path in TABLES:
+        for row in read_table(path).rows:
+            if row.failure is None:
+                key = (row.gemm, replace(row.tile, GROUP_SIZE_M=1))
+                facts.setdefault(key, set()).add((row.shared_bytes, row.registers, row.spill_bytes))
+    assert len(facts) > 600
+    assert all(len(found) == 1 for found in facts.values())
+    for (gemm, tile), found in facts.items():
+        if gemm is Gemm.GATE_UP:
+            assert recorded_facts(tile, 90) == StoredFacts(*next(iter(found)))
 
 
 def test_sm120_constants_predict_public_times_of_default_tiles() -> None:
