@@ -9,7 +9,7 @@ from dataclasses import replace
 from sm120tune.job import Job
 from sm120tune.measure.model import estimate_gemm, estimate_tiles, likely_group
 from sm120tune.problem import Gemm
-from sm120tune.search_space import Space
+from sm120tune.search_space import Space, every_tile
 from sm120tune.tiles import Tile, TilePair
 from sm120tune.upstream.shipped import ShippedRows
 
@@ -67,7 +67,7 @@ def model_leaders(job: Job, m: int, count: int = _MODEL_SEEDS) -> list[TilePair]
     two new tiles.
     """
     space = job.space(m)
-    tiles = [tile for tile in space.tiles() if tile.GROUP_SIZE_M == 1]
+    tiles = [tile for tile in every_tile({**space.values, "GROUP_SIZE_M": (1,)}) if space.allows(tile)]
     times = {gemm: estimate_tiles(job.problem, gemm, tiles, m, job.device, job.routing) for gemm in Gemm}
     leaders: list[tuple[float, TilePair]] = []
     for size in job.values["BLOCK_SIZE_M"]:
@@ -75,11 +75,11 @@ def model_leaders(job: Job, m: int, count: int = _MODEL_SEEDS) -> list[TilePair]
         for gemm in Gemm:
             group = likely_group(job.problem, gemm, m, size, job.routing)
             of_size = [
-                (float(us), _grouped(tile, group, space))
+                (float(us), tile)
                 for us, tile in zip(times[gemm], tiles, strict=True)
                 if tile.BLOCK_SIZE_M == size and math.isfinite(us)
             ]
-            ranked[gemm] = heapq.nsmallest(count, of_size)
+            ranked[gemm] = [(us, _grouped(tile, group, space)) for us, tile in heapq.nsmallest(count, of_size)]
         leaders += [
             (up_us + down_us, TilePair(up, down))
             for (up_us, up), (down_us, down) in zip(ranked[Gemm.GATE_UP], ranked[Gemm.DOWN], strict=True)
