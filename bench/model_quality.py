@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from field_data import Field, field_tiles, read_field
-from fit_model import FIELD_LEAST_M, fit_correction, fit_field, fit_tables
+from model_fits import FIELD_LEAST_M, fit_correction, fit_field, fit_tables
 from model_tables import COUNTS, Recorded, bands, geomean, rank_correlation, recorded, regrets
 
 from sm120tune.devices import DEFAULT_DEVICE_NAME, DeviceSpec, find_device

@@ -70,7 +70,7 @@ def evaluate(table: Table, trials: int, seed: int, sglang: Path | None) -> dict[
 
 def unseen(held_out: Path, tables: list[Path]) -> CardClass:
     """Return the cost model fitted on all tables but one."""
-    from fit_model import fit_correction, fit_tables
+    from model_fits import fit_correction, fit_tables
     from model_tables import recorded
 
     others = [recorded(path) for path in tables if path != held_out]

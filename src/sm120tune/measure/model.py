@@ -61,12 +61,10 @@ def estimate_tiles(
 ) -> npt.NDArray[np.float64]:
     """Estimate one GEMM's time in µs for many tiles that need not be compiled; infinite where one cannot run."""
     facts = [facts_without_compiling(tile, problem, device) for tile in tiles]
-    fits = np.array([blocks_per_sm(*each)[0] > 0 for each in zip(tiles, [device] * len(tiles), facts, strict=True)])
+    runs = [i for i, tile in enumerate(tiles) if blocks_per_sm(tile, device, facts[i])[0] > 0]
     us = np.full(len(tiles), math.inf)
-    if fits.any():
-        kept = [index for index, fit in enumerate(fits) if fit]
-        found, _ = _evaluate(problem, gemm, [tiles[i] for i in kept], m, device, [facts[i] for i in kept], routing)
-        us[kept] = found
+    if runs:
+        us[runs], _ = _evaluate(problem, gemm, [tiles[i] for i in runs], m, device, [facts[i] for i in runs], routing)
     return us
 
 
