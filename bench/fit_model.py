@@ -2,8 +2,8 @@
 
     python bench/fit_model.py bench/tables/*.parquet --field bench/field/*.parquet
 
-The constants are fitted on everything (bench/model_fits.py). Their stored quality and the margins of estimates come from
-bench/model_quality.py, which fits again without what it then predicts.
+The constants are fitted on everything (bench/model_fits.py). Their stored quality and the margins of estimates come
+from bench/model_quality.py, which fits again without what it then predicts.
 """
 
 from __future__ import annotations
