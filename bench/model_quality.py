@@ -66,7 +66,7 @@ class FieldQuality:
 
     summary: dict[str, Any]
     errors: Errors
-    predicted: Array
+    """Of default tiles with ep 1."""
 
 
 def predictions(table: Recorded, c: Constants, correction: Correction | None) -> list[Array]:
@@ -153,7 +153,7 @@ def field_quality(field: Field, card: DeviceSpec, tables: Sequence[Recorded]) ->
     summary["tuned rows, E=256 N=512 bf16"] = quantiles(np.abs(tuned_us / tuned.us - 1))
     at = usable & (field.ep == 1)
     errors = list(zip(field.m[at].astype(int).tolist(), error[at].tolist(), strict=True))
-    return FieldQuality(summary, errors, predicted)
+    return FieldQuality(summary, errors)
 
 
 def tuned_call_us(tuned: Field, card: DeviceSpec, c: Constants) -> Array:

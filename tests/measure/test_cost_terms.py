@@ -117,6 +117,7 @@ def test_time_is_at_least_the_largest_term_and_the_launch() -> None:
 def test_smooth_maximum() -> None:
     assert smooth_max(4.0, np.array([3.0]), np.array([3.0])) == pytest.approx([3 * 2**0.25])
     assert smooth_max(4.0, np.array([3.0]), np.array([1e-9])) == pytest.approx([3.0])
+    assert smooth_max(4.0, np.array([0.0]), 0.0) == pytest.approx([0.0], abs=1e-6)
     assert smooth_max(4.0, np.array([1e9]), 1e9) == pytest.approx([1e9 * 2**0.25])
 
 

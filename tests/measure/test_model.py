@@ -10,7 +10,7 @@ from sm120tune.measure import model
 from sm120tune.measure.model import estimate_gemm, estimate_tiles, likely_group
 from sm120tune.measure.occupancy import StoredFacts
 from sm120tune.measure.roofline import floor_us, gemm_work
-from sm120tune.measure.routing import BALANCED, UNIFORM
+from sm120tune.measure.routing import BALANCED, UNIFORM, tokens_per_expert
 from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.tiles import Tile
 
@@ -165,6 +165,19 @@ def test_group_goes_with_the_rows_an_expert_has() -> None:
     assert likely_group(QWEN, Gemm.DOWN, 16384, 128, BALANCED) == 16
     assert likely_group(QWEN, Gemm.GATE_UP, 16384, 128, BALANCED) == 1
     assert likely_group(QWEN, Gemm.GATE_UP, 16384, 64, BALANCED) == 16
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("arch", [90, 120])
+def test_a_rank_without_any_row_only_writes_zeros(arch: int) -> None:
+    rank = MoEProblem(experts=2, intermediate=512, hidden=2048, topk=1, router_experts=256)
+    empty = next(m for m in range(1, 50) if not tokens_per_expert(rank, m, UNIFORM).any())
+    card = replace(CARD, arch=arch)
+    for gemm in Gemm:
+        estimate = estimate_gemm(rank, gemm, DEFAULT_SMALL, empty, card, None, UNIFORM)
+        busy = estimate_gemm(rank, gemm, DEFAULT_SMALL, 4096, card, None, UNIFORM)
+        assert 0 < estimate.us < busy.us
+        assert likely_group(rank, gemm, empty, 16, UNIFORM) == 1
 
 
 def test_bad_m_is_a_user_error() -> None:

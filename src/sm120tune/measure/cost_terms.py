@@ -41,6 +41,8 @@ _STACK_OUTSIDE_LOOP = 32
 _SPILL_POWER = 0.7
 """The first spilled values cost most: on an H200 1 KB of stack took about 4 times as long, 5 KB about 10 times."""
 _C_BYTES = 2
+_NOTHING = 1e-6
+"""µs, instead of 0 where logarithms and quotients are taken: a rank may have no rows at all."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,9 @@ def features(load: Load, tile: TileArrays, found: Terms) -> Array:
         np.log2(tile.warps),
         tile.stages,
         np.log2(tile.occupancy),
-        np.log(found.bandwidth / us),
-        np.log(found.latency / us),
-        np.log(found.throughput / us),
+        np.log(np.maximum(_NOTHING, found.bandwidth) / us),
+        np.log(np.maximum(_NOTHING, found.latency) / us),
+        np.log(np.maximum(_NOTHING, found.throughput) / us),
         np.log2(np.maximum(used, 1e-3)),
         np.log1p(tile.spill_bytes / 50),
         np.where(tile.block_m >= _WGMMA_ROWS, 1.0, 0.0),
@@ -175,7 +177,7 @@ def features(load: Load, tile: TileArrays, found: Terms) -> Array:
 
 
 def smooth_max(power: float, *values: Numbers) -> Array:
-    """Return a maximum without kinks: the p-norm; values are positive."""
-    top = np.maximum.reduce(np.broadcast_arrays(*values))
+    """Return a maximum without kinks: the p-norm; values are not negative."""
+    top = np.maximum(_NOTHING, np.maximum.reduce(np.broadcast_arrays(*values)))
     total = sum((value / top) ** power for value in values)
     return np.asarray(top * np.asarray(total) ** (1 / power))

@@ -76,7 +76,7 @@ def likely_group(problem: MoEProblem, gemm: Gemm, m: int, block_size_m: int, rou
     expert on; elsewhere 1 is the best or within 1 % of it, larger values are slower. Read off these tables, not fitted.
     """
     load = gemm_load(problem, gemm, m, routing, np.array([float(block_size_m)]))
-    blocks_an_expert = float(np.max(load.row_blocks)) / float(np.max(load.touched))
+    blocks_an_expert = float(np.max(load.row_blocks)) / max(1.0, float(np.max(load.touched)))
     return 16 if blocks_an_expert > (1 if gemm is Gemm.DOWN else 6) else 1
 
 
