@@ -5,6 +5,10 @@
 Regret of an M is the recorded time of the chosen pair (gate_up + down) over the least sum of any pair with one
 BLOCK_SIZE_M. The chosen pair is what the search ranks first by its noisy times. ``halves`` counts the timed GEMMs,
 ``binaries`` the different ones that had to be compiled, ``cpu`` is what sampler and bookkeeping took.
+
+The cost model that gives the first candidates is fitted on the other tables, so that it never saw the one searched
+(needs scipy and at least two tables). ``--model stored`` takes the constants that ship, ``--model sm120`` those of
+another card: what to expect where nothing was fitted.
 """
 
 from __future__ import annotations
@@ -16,13 +20,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from sm120tune.cli.tune import DEFAULT_TRIALS
 from sm120tune.devices import find_device
 from sm120tune.job import Settings
+from sm120tune.measure import model
+from sm120tune.measure.cost_constants import CardClass, card_class
 from sm120tune.measure.replay import ReplayLane, ReplayPool, best_pair
 from sm120tune.measure.routing import parse_routing
 from sm120tune.measure.table import Table, read_table
@@ -63,6 +69,19 @@ def evaluate(table: Table, trials: int, seed: int, sglang: Path | None) -> dict[
     return {"regret": regret, "halves": halves, "binaries": len(binaries), "timed": result.timed, "cpu_s": cpu_s}
 
 
+def unseen(held_out: Path, tables: list[Path]) -> CardClass:
+    """Return the cost model fitted on all tables but one."""
+    from model_fits import fit_correction, fit_tables
+    from model_tables import recorded
+
+    others = [recorded(path) for path in tables if path != held_out]
+    if not others:
+        raise SystemExit("one table alone leaves none to fit the model on; give two or another --model")
+    constants = fit_tables(others)
+    stored = card_class(others[0].device.arch)
+    return CardClass(stored.name, constants, fit_correction(others, constants), stored.margins)
+
+
 def geomean(values: list[float]) -> float:
     """Return the geometric mean."""
     return math.exp(statistics.fmean(math.log(value) for value in values))
@@ -75,13 +94,17 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=DEFAULT_TRIALS["replay"])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--sglang", type=Path)
+    parser.add_argument("--model", choices=("unseen", "stored", "sm120"), default="unseen", help="see above")
     args = parser.parse_args()
     every: list[float] = []
-    worst: Counter[str] = Counter()
+    binaries: list[int] = []
     for path in args.tables:
         table = read_table(path)
+        arch = find_device(table.device_name).arch if args.model == "stored" else 120
+        fitted = unseen(path, args.tables) if args.model == "unseen" else card_class(arch)
         for seed in (int(part) for part in args.seeds.split(",")):
-            found = evaluate(table, args.trials, seed, args.sglang)
+            with mock.patch.object(model, "card_class", lambda _arch, fitted=fitted: fitted):
+                found = evaluate(table, args.trials, seed, args.sglang)
             values = list(found["regret"].values())
             every += values
             line = " ".join(f"{m}:{regret:.3f}" for m, regret in found["regret"].items())
@@ -90,8 +113,11 @@ def main() -> int:
                 f"halves {found['halves']} binaries {found['binaries']} cpu {found['cpu_s']:.1f} s | {line}",
                 flush=True,
             )
-            worst[path.stem] = max(worst[path.stem], max(values))  # type: ignore[assignment]
-    print(f"all: geomean {geomean(every):.4f} worst {max(every):.3f} over {len(every)} searches of one M")
+            binaries.append(found["binaries"])
+    print(
+        f"all: binaries {statistics.fmean(binaries):.0f} a table, geomean {geomean(every):.4f} "
+        f"worst {max(every):.3f} over {len(every)} searches of one M"
+    )
     return 0
 
 

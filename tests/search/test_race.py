@@ -8,7 +8,6 @@ import pytest
 
 from sm120tune.search.race import (
     CONFIDENCE,
-    ESTIMATE_MARGIN,
     LEAST_GAIN,
     LOOK_CONFIDENCE,
     LOOKS,
@@ -174,10 +173,11 @@ def test_lanes_of_different_rounds_cannot_be_compared() -> None:
         compare([1.0, 2.0], [1.0])
 
 
-def test_an_estimate_must_gain_more_than_the_models_own_error() -> None:
-    edge = 1 / (1 + ESTIMATE_MARGIN)
-    assert compare_estimates(100 * edge * 0.99, 100).faster
-    assert not compare_estimates(100 * edge * 1.01, 100).faster
-    assert not compare_estimates(100, 100).faster
-    result = compare_estimates(80, 100)
+@pytest.mark.parametrize("margin", [0.05, 0.1, 0.3])
+def test_an_estimate_must_gain_more_than_the_models_own_error(margin: float) -> None:
+    edge = 1 / (1 + margin)
+    assert compare_estimates(100 * edge * 0.99, 100, margin).faster
+    assert not compare_estimates(100 * edge * 1.01, 100, margin).faster
+    assert not compare_estimates(100, 100, margin).faster
+    result = compare_estimates(80, 100, margin)
     assert result.low < result.middle == 0.8 < result.high

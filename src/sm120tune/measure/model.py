@@ -1,100 +1,27 @@
-"""An estimate of one GEMM's time from the card's limits: a first, simple model behind one function.
+"""An estimate of one GEMM's time: the cost formula for a problem, a tile and a card, with the card's constants.
 
-Three things go on at once, and the slowest sets the pace: memory traffic, the tensor cores, and the latency that
-each block's K loop cannot hide. The constants were fitted on public times of SGLang's default bf16 tiles on an RTX
-PRO 6000 (ai-dynamo/aiconfigurator, Apache-2.0); elsewhere the model ranks tiles rather than predicts times.
+The formula is in :mod:`sm120tune.measure.cost_terms`, its constants in ``data/cost_model.json``; docs/model.md tells
+what they were fitted on and how wrong the estimates were where they could be compared.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from sm120tune.measure.roofline import gemm_work
+from sm120tune.measure.cost_constants import card_class, model_version
+from sm120tune.measure.cost_terms import Load, TileArrays, features, terms
+from sm120tune.measure.memory import expert_bytes
+from sm120tune.measure.occupancy import Device, TileFacts, blocks_per_sm, guess_facts, recorded_facts
 from sm120tune.measure.routing import Routing, tokens_per_expert
 from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.tiles import Tile
 
-MODEL_VERSION = "roofline-1"
-
-LAUNCH_US = 3.5
-BANDWIDTH_SHARE = 0.87
-"""Of the specified DRAM bandwidth, what a copy reaches."""
-NARROW_ROW_PENALTY = 1.5
-"""Slowdown of memory traffic when a tile's row is 64 bytes (bf16 with BLOCK_SIZE_K 32), seen on two cards."""
-PEAK_SHARE = 0.95
-"""Of the specified tensor-core rate, what an endless tile would reach."""
-HALF_RATE_EDGE = 25.0
-"""Edge (BM * BN / (BM + BN)) of the tile that reaches half of that: smaller ones spend the rest on loads."""
-LOAD_LATENCY_US = 1.15
-"""From a load's issue to its arrival in shared memory while the card is busy."""
-BLOCK_US = 1.55
-"""Start of a block (row ids, first loads) and its end (the store of its output)."""
-SHARPNESS = 4.5
-"""Exponent of the smooth maximum; two equal terms give 1.17 times one of them."""
-
-_SHARED_RESERVED = 1024
-"""Bytes of shared memory that CUDA itself takes for each resident block."""
-_REGISTERS_PER_THREAD = 255
-_THREADS_PER_WARP = 32
-_SPILL_BYTES_THAT_DOUBLE = 1000.0
-"""Stack bytes a thread that double a tile's time (5.4 KB cost 4.5 to 7 times)."""
-
-
-class Device(Protocol):
-    """What the model needs to know of a card."""
-
-    @property
-    def sm_count(self) -> int:
-        """Streaming multiprocessors."""
-
-    @property
-    def shared_memory_per_sm(self) -> int:
-        """Bytes, those that CUDA reserves included."""
-
-    @property
-    def registers_per_sm(self) -> int:
-        """32-bit registers."""
-
-    @property
-    def max_warps_per_sm(self) -> int:
-        """Resident warps."""
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes/s of device memory."""
-
-    @property
-    def bf16_flops(self) -> float:
-        """Dense tensor-core flop/s with fp32 accumulation."""
-
-
-class TileFacts(Protocol):
-    """What the compiler says about a tile's kernel."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory a block."""
-
-    @property
-    def registers(self) -> int:
-        """Registers a thread."""
-
-    @property
-    def spill_bytes(self) -> int:
-        """Stack bytes a thread."""
-
-
-@dataclass(frozen=True)
-class GuessedFacts:
-    """Facts of a tile that was not compiled."""
-
-    shared_bytes: int
-    registers: int
-    spill_bytes: int
+MODEL_VERSION = model_version()
 
 
 @dataclass(frozen=True)
@@ -103,7 +30,10 @@ class Estimate:
 
     us: float
     bound: str
-    """``bandwidth``, ``compute`` or ``latency``; ``shared_memory`` or ``registers`` where nothing fits."""
+    """``bandwidth``, ``compute``, ``shared_reads``, ``l2`` or ``latency``: the largest term.
+
+    ``shared_memory`` or ``registers`` where not one block fits on an SM.
+    """
 
 
 def estimate_gemm(
@@ -115,72 +45,100 @@ def estimate_gemm(
     facts: TileFacts | None,
     routing: Routing,
 ) -> Estimate:
-    """Estimate one GEMM's time in µs for M tokens; ``facts=None`` guesses what the compiler would say.
+    """Estimate one GEMM's time in µs for M tokens; ``facts=None`` takes :func:`facts_without_compiling`.
 
     Raises UserError for a problem or an M that cannot be routed.
     """
-    facts = facts or guess_facts(tile, problem.quantization.operand_bytes)
+    facts = facts or facts_without_compiling(tile, problem, device)
     occupancy, limit = blocks_per_sm(tile, device, facts)
     if not occupancy:
         return Estimate(math.inf, limit)
+    (us,), (bound,) = _evaluate(problem, gemm, [tile], m, device, [facts], routing)
+    return Estimate(float(us), bound)
+
+
+def estimate_tiles(
+    problem: MoEProblem, gemm: Gemm, tiles: Sequence[Tile], m: int, device: Device, routing: Routing
+) -> npt.NDArray[np.float64]:
+    """Estimate one GEMM's time in µs for many tiles that need not be compiled; infinite where one cannot run."""
+    facts = [facts_without_compiling(tile, problem, device) for tile in tiles]
+    runs = [i for i, tile in enumerate(tiles) if blocks_per_sm(tile, device, facts[i])[0] > 0]
+    us = np.full(len(tiles), math.inf)
+    if runs:
+        us[runs], _ = _evaluate(problem, gemm, [tiles[i] for i in runs], m, device, [facts[i] for i in runs], routing)
+    return us
+
+
+def likely_group(problem: MoEProblem, gemm: Gemm, m: int, block_size_m: int, routing: Routing) -> int:
+    """Return the GROUP_SIZE_M to try first, 1 or 16; the formula does not tell values apart.
+
+    Blocks that follow each other share an expert's columns when an expert has several blocks of rows. On both
+    recorded H200 tables 16 is then as good as 1 or up to 3 % better for down, and for gate_up from about six blocks an
+    expert on; elsewhere 1 is the best or within 1 % of it, larger values are slower. Read off these tables, not fitted.
+    """
+    load = gemm_load(problem, gemm, m, routing, np.array([float(block_size_m)]))
+    blocks_an_expert = float(np.max(load.row_blocks)) / max(1.0, float(np.max(load.touched)))
+    return 16 if blocks_an_expert > (1 if gemm is Gemm.DOWN else 6) else 1
+
+
+def facts_without_compiling(tile: Tile, problem: MoEProblem, device: Device) -> TileFacts:
+    """Return what the compiler said of this tile for another problem, or a guess where it is not recorded."""
+    stored = problem.quantization
+    recorded = None if stored.quantized else recorded_facts(tile, device.arch)
+    return recorded or guess_facts(tile, stored)
+
+
+def gemm_load(problem: MoEProblem, gemm: Gemm, m: int, routing: Routing, block_m: npt.NDArray[np.float64]) -> Load:
+    """Return what one GEMM has to do at M with these values of BLOCK_SIZE_M."""
     shape = problem.gemm(gemm)
     tokens = tokens_per_expert(problem, m, routing)
-    row_blocks = int(np.ceil(tokens / tile.BLOCK_SIZE_M).sum())
-    blocks = row_blocks * math.ceil(shape.n / tile.BLOCK_SIZE_N)
-    k_steps = math.ceil(shape.k / tile.BLOCK_SIZE_K)
-
-    # One K step of one block that has an SM's tensor cores for itself.
-    sm_rate = device.bf16_flops / device.sm_count * PEAK_SHARE / 1e6
-    area = tile.BLOCK_SIZE_M * tile.BLOCK_SIZE_N
-    edge = area / (tile.BLOCK_SIZE_M + tile.BLOCK_SIZE_N)
-    step_us = 2 * area * tile.BLOCK_SIZE_K / sm_rate * (1 + HALF_RATE_EDGE / edge)
-
-    blocks_on_busiest_sm = math.ceil(blocks / device.sm_count)
-    waves = math.ceil(blocks / (device.sm_count * occupancy))
-    # With one stage nothing is loaded ahead; two stages hold one buffer ahead, and so on.
-    hidden_by = max(1, tile.num_stages - 1)
-    # A warp feeds one of the SM's four tensor cores.
-    serial_us = step_us * 4 / min(4, tile.num_warps)
-    block_us = BLOCK_US + k_steps * (LOAD_LATENCY_US / hidden_by + serial_us)
-    spilling = 1 + facts.spill_bytes / _SPILL_BYTES_THAT_DOUBLE
-
-    narrow = tile.BLOCK_SIZE_K * problem.quantization.operand_bytes < 128
-    memory_us = gemm_work(problem, gemm, m, routing).bytes / (device.bandwidth * BANDWIDTH_SHARE) * 1e6
-    terms = {
-        "bandwidth": memory_us * (NARROW_ROW_PENALTY if narrow else 1.0),
-        "compute": blocks_on_busiest_sm * k_steps * step_us * spilling,
-        "latency": waves * block_us * spilling,
-    }
-    return Estimate(LAUNCH_US + _smooth_max(list(terms.values())), max(terms, key=terms.__getitem__))
+    rows = float(tokens.sum())
+    blocks = {size: float(np.ceil(tokens / size).sum()) for size in np.unique(block_m)}
+    return Load(
+        n=float(shape.n),
+        k=float(shape.k),
+        rows=rows,
+        touched=float(np.count_nonzero(tokens)),
+        rows_of_a=min(float(m), rows) if gemm is Gemm.GATE_UP else rows,
+        rows_of_c=float(m * problem.topk),
+        row_blocks=np.array([blocks[size] for size in block_m]),
+        # Scales come with the weights that they belong to.
+        weight_bytes=expert_bytes(problem, gemm) / (shape.n * shape.k),
+        activation_bytes=float(problem.quantization.operand_bytes),
+    )
 
 
-def guess_facts(tile: Tile, element_bytes: int) -> GuessedFacts:
-    """Guess a tile's facts without a compiler.
+def tile_arrays(tiles: Sequence[Tile], facts: Sequence[TileFacts], device: Device) -> TileArrays:
+    """Return tiles that can run and their facts as arrays."""
 
-    Shared memory is what SM120 stages: ``(num_stages - 1) * (BM + BN) * BK * element_bytes``. Registers are the
-    fp32 accumulator's share of a thread and a fixed allowance; what exceeds 255 spills.
-    """
-    shared = max(1, tile.num_stages - 1) * (tile.BLOCK_SIZE_M + tile.BLOCK_SIZE_N) * tile.BLOCK_SIZE_K * element_bytes
-    needed = 56 + tile.BLOCK_SIZE_M * tile.BLOCK_SIZE_N // (_THREADS_PER_WARP * tile.num_warps)
-    # Values are spilled again in every unrolled step: 128x256x64 with 4 warps is 57 over and takes 5.4 KB.
-    spill = max(0, needed - _REGISTERS_PER_THREAD) * 96
-    return GuessedFacts(shared, min(needed, _REGISTERS_PER_THREAD), spill)
+    def column(values: Sequence[float]) -> npt.NDArray[np.float64]:
+        return np.array(values, dtype=np.float64)
 
-
-def blocks_per_sm(tile: Tile, device: Device, facts: TileFacts) -> tuple[int, str]:
-    """Return how many blocks of a tile one SM holds, and what limits it: shared_memory, registers or warps."""
-    # The hardware hands out registers in units of 256 a warp.
-    registers = -(-facts.registers * _THREADS_PER_WARP // 256) * 256 * tile.num_warps
-    limits = {
-        "shared_memory": device.shared_memory_per_sm // (facts.shared_bytes + _SHARED_RESERVED),
-        "registers": device.registers_per_sm // max(1, registers),
-        "warps": device.max_warps_per_sm // tile.num_warps,
-    }
-    name = min(limits, key=limits.__getitem__)
-    return limits[name], name
+    return TileArrays(
+        block_m=column([tile.BLOCK_SIZE_M for tile in tiles]),
+        block_n=column([tile.BLOCK_SIZE_N for tile in tiles]),
+        block_k=column([tile.BLOCK_SIZE_K for tile in tiles]),
+        warps=column([tile.num_warps for tile in tiles]),
+        stages=column([tile.num_stages for tile in tiles]),
+        spill_bytes=column([fact.spill_bytes for fact in facts]),
+        occupancy=column([blocks_per_sm(tile, device, fact)[0] for tile, fact in zip(tiles, facts, strict=True)]),
+    )
 
 
-def _smooth_max(terms: list[float]) -> float:
-    """Return a maximum without kinks: the p-norm with p = SHARPNESS."""
-    top = max(terms)
-    return top * math.fsum((t / top) ** SHARPNESS for t in terms) ** (1 / SHARPNESS) if top else 0.0
+def _evaluate(
+    problem: MoEProblem,
+    gemm: Gemm,
+    tiles: Sequence[Tile],
+    m: int,
+    device: Device,
+    facts: Sequence[TileFacts],
+    routing: Routing,
+) -> tuple[npt.NDArray[np.float64], list[str]]:
+    fitted = card_class(device.arch)
+    arrays = tile_arrays(tiles, facts, device)
+    load = gemm_load(problem, gemm, m, routing, arrays.block_m)
+    found = terms(load, arrays, device, fitted.constants)
+    us = found.us
+    if fitted.correction is not None:
+        us = us * fitted.correction.factor(features(load, arrays, found))
+    return us, found.bounds()

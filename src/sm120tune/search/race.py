@@ -23,9 +23,6 @@ LOOK_CONFIDENCE = 0.999
 LEAST_GAIN = 0.01
 """A pair that gains less is not worth replacing what already runs."""
 
-ESTIMATE_MARGIN = 0.10
-"""An estimated ratio must be below 1 by more than this: the model's own error on known tiles."""
-
 ESTIMATE_LEAST_M = 8
 """Below it there are no cold-cache measurements that the model could be held against."""
 
@@ -81,7 +78,7 @@ def compare(lane: Sequence[float], today: Sequence[float], confidence: float = C
     return Ratio(statistics.median(ratios), low, high)
 
 
-def compare_estimates(lane_us: float, today_us: float) -> Ratio:
-    """Return the ratio of two estimates with the model's margin as its interval."""
+def compare_estimates(lane_us: float, today_us: float, margin: float) -> Ratio:
+    """Return the ratio of two estimates with the model's relative error as its interval."""
     ratio = lane_us / today_us
-    return Ratio(ratio, ratio * (1 - ESTIMATE_MARGIN), ratio * (1 + ESTIMATE_MARGIN))
+    return Ratio(ratio, ratio * (1 - margin), ratio * (1 + margin))

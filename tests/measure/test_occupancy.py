@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from sm120tune.devices import DEFAULT_DEVICE_NAME, find_device
+from sm120tune.measure.occupancy import StoredFacts, blocks_per_sm, guess_facts, recorded_facts
+from sm120tune.quantization import Quantization
+from sm120tune.search_space import every_tile, staged_shared_bytes
+from sm120tune.tiles import Tile
+
+CARD = find_device(DEFAULT_DEVICE_NAME)
+
+
+@pytest.mark.parametrize(
+    ("facts", "warps", "expected"),
+    [
+        (StoredFacts(16384, 64, 0), 4, (5, "shared_memory")),
+        (StoredFacts(101376, 64, 0), 4, (1, "shared_memory")),
+        (StoredFacts(101377, 64, 0), 4, (0, "shared_memory")),
+        (StoredFacts(0, 128, 0), 4, (4, "registers")),
+        # 121 registers are handed out as 128.
+        (StoredFacts(0, 121, 0), 4, (4, "registers")),
+        (StoredFacts(0, 255, 0), 16, (0, "registers")),
+        (StoredFacts(0, 32, 0), 8, (6, "warps")),
+    ],
+)
+def test_blocks_per_sm(facts: StoredFacts, warps: int, expected: tuple[int, str]) -> None:
+    assert blocks_per_sm(Tile(64, 64, 64, 1, warps), CARD, facts) == expected
+
+
+def test_guess_follows_the_staging_formula_and_sees_spills() -> None:
+    assert guess_facts(Tile(64, 128, 64, 1, 4, 3), Quantization()).shared_bytes == 2 * (64 + 128) * 64 * 2
+    assert guess_facts(Tile(64, 128, 64, 1, 4, 1), Quantization()).shared_bytes == (64 + 128) * 64 * 2
+    assert guess_facts(Tile(64, 128, 64, 1, 4, 3), Quantization()).spill_bytes == 0
+    spilled = guess_facts(Tile(128, 256, 64, 1, 4, 3), Quantization())
+    assert spilled.registers == 255
+    assert 4000 < spilled.spill_bytes < 7000
+    assert guess_facts(Tile(128, 256, 64, 1, 8, 3), Quantization()).spill_bytes == 0
+
+
+def test_sm120_record_has_every_tile_that_fits_and_stages_as_the_formula_says() -> None:
+    fitting = [
+        tile
+        for tile in every_tile()
+        if tile.GROUP_SIZE_M == 1
+        and staged_shared_bytes(tile, 2) <= CARD.shared_memory_per_block
+        and tile.BLOCK_SIZE_M * tile.BLOCK_SIZE_N <= 128 * 32 * tile.num_warps
+    ]
+    assert len(fitting) > 400
+    for tile in fitting:
+        facts = recorded_facts(tile, 120)
+        assert facts is not None, tile
+        assert facts.shared_bytes >= staged_shared_bytes(tile, 2)
+        assert 16 <= facts.registers <= 255
+    exact = sum(recorded_facts(tile, 120).shared_bytes == staged_shared_bytes(tile, 2) for tile in fitting)  # type: ignore[union-attr]
+    assert exact > 0.95 * len(fitting)
+
+
+def test_group_does_not_name_a_binary_and_121_is_taken_as_120() -> None:
+    assert recorded_facts(Tile(64, 64, 32, 8), 120) == recorded_facts(Tile(64, 64, 32, 1), 121) is not None
+
+
+def test_unknown_architecture_or_tile_is_not_recorded() -> None:
+    assert recorded_facts(Tile(64, 64, 64, 1), 80) is None
+    assert recorded_facts(Tile(512, 64, 64, 1), 120) is None
+
+
+def test_records_of_two_architectures_differ() -> None:
+    # wgmma keeps one buffer more.
+    tile = Tile(128, 128, 64, 1, 8, 3)
+    hopper, blackwell = recorded_facts(tile, 90), recorded_facts(tile, 120)
+    assert hopper is not None
+    assert blackwell is not None
+    assert hopper.shared_bytes > blackwell.shared_bytes
