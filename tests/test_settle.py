@@ -228,7 +228,7 @@ def test_a_wrong_winner_is_counted_and_the_next_is_taken(sglang_0_5_23: Path, tm
     assert row.chosen in first
     assert row.error == RIGHT.relative
     assert result.failures["wrong_result"] == 1
-    assert pair_us(bowl, first[0], 512) < pair_us(bowl, row.chosen, 512)
+    assert pair_us(bowl, first[0], 512) <= pair_us(bowl, row.chosen, 512)
 
 
 @pytest.mark.parametrize(

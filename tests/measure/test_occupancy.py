@@ -43,16 +43,16 @@ def test_sm120_record_has_every_tile_that_fits_and_stages_as_the_formula_says() 
         tile
         for tile in every_tile()
         if tile.GROUP_SIZE_M == 1
-        and staged_shared_bytes(tile, 2) <= CARD.shared_memory_per_block
+        and staged_shared_bytes(tile, Quantization()) <= CARD.shared_memory_per_block
         and tile.BLOCK_SIZE_M * tile.BLOCK_SIZE_N <= 128 * 32 * tile.num_warps
     ]
     assert len(fitting) > 400
     for tile in fitting:
         facts = recorded_facts(tile, 120)
         assert facts is not None, tile
-        assert facts.shared_bytes >= staged_shared_bytes(tile, 2)
+        assert facts.shared_bytes >= staged_shared_bytes(tile, Quantization())
         assert 16 <= facts.registers <= 255
-    exact = sum(recorded_facts(tile, 120).shared_bytes == staged_shared_bytes(tile, 2) for tile in fitting)  # type: ignore[union-attr]
+    exact = sum(recorded_facts(tile, 120).shared_bytes == staged_shared_bytes(tile, Quantization()) for tile in fitting)  # type: ignore[union-attr]
     assert exact > 0.95 * len(fitting)
 
 

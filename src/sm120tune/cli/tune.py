@@ -26,7 +26,7 @@ from sm120tune.problem import DEFAULT_BATCH_SIZES
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.tune import Outcome, RunOptions, tune
 
-DEFAULT_TRIALS = {"cuda": 36, "model": 20, "replay": 36}
+DEFAULT_TRIALS = {"cuda": 24, "model": 20, "replay": 24}
 
 
 @dataclass(frozen=True)
