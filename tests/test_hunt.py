@@ -22,6 +22,7 @@ from sm120tune.observer import Silent
 from sm120tune.problem import Gemm
 from sm120tune.search.board import Half, halves
 from sm120tune.search.journal import Journal
+from sm120tune.tiles import Tile
 
 cost = partial(bowl, Gemm.DOWN)
 
@@ -141,18 +142,26 @@ def test_of_a_pair_the_half_that_is_compiled_is_timed(job: Job, lane: SyntheticL
     assert set(exchange(hunt, lane, 128)) == wanted
 
 
-def test_a_tile_that_this_m_does_not_allow_stays_away(
-    sglang_0_5_23: Path, job: Job, lane: SyntheticLane, tmp_path: Path
-) -> None:
+def test_a_tile_that_this_m_does_not_allow_stays_away(job: Job, lane: SyntheticLane, tmp_path: Path) -> None:
     hunt = begun(job, Compiled(lambda _spec: True), journal_of(job, tmp_path), lane)
-    # 2 * 64 rows over 16 experts: eight times 8 rows is the largest block that is worth it.
-    assert {tile.BLOCK_SIZE_M for pair in hunt.steps[2048].board.best_pairs(99) for _, tile in halves(pair)} - {16, 64}
-    assert all(hunt.steps[64].space.allows(tile) for _, tile in exchange(hunt, lane, 64))
+    # Of 64 tokens an expert has 8 rows, of 256 it has 32: blocks of 128 rows are tried from 16 on.
+    large = [(gemm, Tile(128, 32, 32, 1)) for gemm in Gemm]
+    for half in large:
+        hunt.steps[128].board.put(half, Measured(0.1, 0.0, 5, What(half[0].value)))
+    assert not set(large) & set(exchange(hunt, lane, 64))
+    assert set(large) <= set(exchange(hunt, lane, 256))
 
 
 def test_a_later_run_remembers_what_was_exchanged(job: Job, lane: SyntheticLane, tmp_path: Path) -> None:
     first = begun(job, Compiled(lambda _spec: True), journal_of(job, tmp_path), lane)
     timed = {m: exchange(first, lane, m) for m in (128, 512)}
+    # A second exchange adds to the first.
+    late = (Gemm.DOWN, Tile(16, 32, 256, 8, 8, 2))
+    first.steps[512].board.put(late, Measured(0.1, 0.0, 5, What("down")))
+    again = exchange(first, lane, 128)
+    assert timed[128]
+    assert late in again
+    timed[128] += again
     second_lane = SyntheticLane()
     try:
         second = begun(job, Compiled(lambda _spec: True), journal_of(job, tmp_path), second_lane)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import triton
-from synthetic import SMALL
+from synthetic import SMALL, make_job
 
 from sm120tune import resolve
+from sm120tune.compiler import ActivationVariant
+from sm120tune.compiler.spec import QuantizeVariant
 from sm120tune.devices import DEFAULT_DEVICE_NAME, LocalGPU, find_device
 from sm120tune.errors import UserError
 from sm120tune.job import Job, Settings
@@ -21,7 +23,9 @@ from sm120tune.problem import MoEProblem
 from sm120tune.provenance import FileProvenance, RowProvenance, RowStatus
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.tiles import Tile, TilePair
+from sm120tune.upstream.arguments import Variant
 from sm120tune.upstream.lookup import BUILT_IN
+from sm120tune.upstream.source import load_kernels
 from sm120tune.writer import Ladder, WrittenPair, write_ladder
 
 H200 = "NVIDIA H200"
@@ -199,6 +203,54 @@ def test_what_makes_two_runs_the_same(sglang_0_5_23: Path, sglang_0_5_15: Path, 
     ]
     identities = [json.dumps(one.identity(), sort_keys=True) for one in (base, *different)]
     assert len(set(identities)) == len(identities)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_shape", "per_channel", "own_quantizer"),
+    [
+        ("bf16", None, False, False),
+        # One static scale needs no kernel of SGLang's, and weights alone no quantizer.
+        ("fp8_w8a8", None, False, False),
+        ("int4_w4a16", (0, 64), False, False),
+        ("fp8_w8a8", None, True, True),
+        ("fp8_w8a8", (128, 128), False, True),
+        ("int8_w8a8", (128, 128), False, True),
+    ],
+)
+def test_a_chain_compiles_all_that_it_launches(
+    sglang_0_5_23: Path,
+    tmp_path: Path,
+    dtype: str,
+    block_shape: tuple[int, int] | None,
+    per_channel: bool,
+    own_quantizer: bool,
+) -> None:
+    problem = replace(SMALL, dtype=dtype, block_shape=block_shape, per_channel_quant=per_channel)
+    job = make_job(sglang_0_5_23, tmp_path, problem=problem)
+    specs = job.chain_specs(16, TilePair.same(Tile(16, 64, 64, 1)))
+    kinds = [type(spec.variant) for spec in specs]
+    assert kinds[:3] == [Variant, ActivationVariant, Variant]
+    assert [spec.variant for spec in specs[3:]] == ([QuantizeVariant(SMALL.intermediate)] if own_quantizer else [])
+    # The file belongs to the kernel that runs.
+    kernels = load_kernels(job.tree)
+    grouped = dtype == "int4_w4a16"
+    assert job.source_hash == (kernels.grouped_hash if grouped else kernels.source_hash)
+    assert kernels.grouped_hash != kernels.source_hash
+
+
+@pytest.mark.parametrize("dtype", ["fp8_w8a8", "int8_w8a16"])
+def test_eight_bits_make_another_floor(sglang_0_5_23: Path, tmp_path: Path, dtype: str) -> None:
+    large = replace(SMALL, hidden=4096, intermediate=2048)
+    plain = make_job(sglang_0_5_23, tmp_path, problem=large)
+    job = make_job(sglang_0_5_23, tmp_path, problem=replace(large, dtype=dtype))
+    (few, bound), (plain_few, _) = job.floor(1), plain.floor(1)
+    assert bound == "bandwidth"
+    # Little but weights is read for one token.
+    assert few == pytest.approx(plain_few / 2, rel=0.05)
+    (many, bound), (plain_many, _) = job.floor(65536), plain.floor(65536)
+    assert bound == "compute"
+    # Twice the rate where both operands have 8 bits; weights alone are made wide first.
+    assert many == pytest.approx(plain_many / (2 if dtype == "fp8_w8a8" else 1))
 
 
 def test_weights_that_do_not_fit_are_told_before_anything_starts(sglang_0_5_23: Path, tmp_path: Path) -> None:

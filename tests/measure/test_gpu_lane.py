@@ -293,6 +293,19 @@ def test_stopping_ends_a_worker_that_hangs_and_every_waiter(make: Make) -> None:
     watched.lane.stop()
 
 
+def test_stopping_answers_what_the_pool_forgot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pebble says nothing of a request that it had taken and not begun."""
+    watched = make()
+    forgotten: Future[Any] = Future()
+    monkeypatch.setattr(watched.lane, "_task", lambda *_args: forgotten)
+    request = watched.ask(Do.WORK)
+    watched.lane.stop()
+    assert request.result(0) == Failure(FailureKind.LAUNCH_ERROR, "stopped")
+    # Nor does a late answer do any harm.
+    forgotten.set_result("late")
+    assert request.result(0) == Failure(FailureKind.LAUNCH_ERROR, "stopped")
+
+
 def test_a_lane_that_was_never_used_can_be_stopped(make: Make) -> None:
     make().lane.stop()
 

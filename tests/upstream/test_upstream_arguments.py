@@ -10,7 +10,7 @@ import ast
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -70,6 +70,15 @@ QUANTIZED = [
         ("int4_w4a16", {"block_shape": (0, 128), "zero_points": True}),
     )
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Keep torch from spreading small tensors over cores where other tests run: its threads wait for each other."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
 
 
 @dataclass

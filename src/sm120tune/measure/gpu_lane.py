@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, TimeoutError
+from concurrent.futures import CancelledError, Future, InvalidStateError, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
@@ -51,6 +52,7 @@ class GpuLane:
         self._pools = [self._new_pool()]
         """The last one is in use, the others broke."""
         self._changing = threading.Lock()
+        self._waiting: set[Future[Any]] = set()
 
     def _new_pool(self) -> ProcessPool:
         return ProcessPool(
@@ -100,11 +102,16 @@ class GpuLane:
         for pool in pools:
             pool.stop()
             pool.join()
+        # Pebble may end without a word on what it had not begun.
+        for result in list(self._waiting):
+            _tell(result, _STOPPED)
 
     def _submit(self, what: str, timeout_s: float, function: Callable[..., Any], *args: Any) -> Future[Any]:
         result: Future[Any] = Future()
         # A cancelled waiter must not make the answer of a running request an error.
         result.set_running_or_notify_cancel()
+        self._waiting.add(result)
+        result.add_done_callback(self._waiting.discard)
         self._schedule(what, timeout_s, function, args, result, _RETRIES)
         return result
 
@@ -121,7 +128,7 @@ class GpuLane:
             task = self._task(function, args, timeout_s)
         except RuntimeError as error:
             if self._stopping.is_set():
-                result.set_result(_STOPPED)
+                _tell(result, _STOPPED)
             else:
                 result.set_exception(UserError(f"{self._name}: the worker cannot be started: {error}"))
             return
@@ -133,11 +140,11 @@ class GpuLane:
                 self._schedule(what, timeout_s, function, args, result, retries - 1)
             elif isinstance(answer, _Died):
                 self._on_event(f"{self._name}: worker died again at {what}; replaced, the candidate is left out")
-                result.set_result(Failure(FailureKind.LAUNCH_ERROR, f"the worker died twice ({answer.how})"))
+                _tell(result, Failure(FailureKind.LAUNCH_ERROR, f"the worker died twice ({answer.how})"))
             elif isinstance(answer, BaseException):
                 result.set_exception(answer)
             else:
-                result.set_result(answer)
+                _tell(result, answer)
 
         task.add_done_callback(done)
 
@@ -172,6 +179,12 @@ class GpuLane:
             return _STOPPED
         except Exception as error:
             return error
+
+
+def _tell(result: Future[Any], answer: Any) -> None:
+    """Answer a request, unless stopping the lane has answered it in another thread."""
+    with contextlib.suppress(InvalidStateError):
+        result.set_result(answer)
 
 
 class _Died:
