@@ -138,7 +138,8 @@ def _short(source: str) -> str:
 def row_line(row: RowProvenance) -> str:
     """Return one M in one line: today, tuned, ratio, share of the roofline."""
     parts = [f"M={row.m:<6}"]
-    parts.append(f"today {row.today_us:9.1f} us" if row.today_us is not None else "today  cannot run")
+    untimed = "today  not timed" if row.today is not None else "today  cannot run"
+    parts.append(f"today {row.today_us:9.1f} us" if row.today_us is not None else untimed)
     if row.chosen_us is not None:
         parts.append(f"{row.status.value:>5} {row.chosen_us:9.1f} us")
     if row.ratio is not None:
