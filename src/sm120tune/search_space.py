@@ -103,8 +103,8 @@ def wrong_numbers(problem: MoEProblem, tile: Tile) -> str | None:
     """Return why SGLang's kernel would compute wrong numbers with this tile, or None.
 
     Block-wise quantization loads one scale per K step, and one for all columns of a tile that is narrower than a
-    block. The kernel for grouped weights loads B without a mask, so a
-    ragged last step would read the next rows, and past the last expert's.
+    block. The kernel for grouped weights loads B without a mask, so a ragged last step would read the next rows, and
+    past the last expert's.
     """
     stored, shape = problem.quantization, problem.block_shape
     if stored.granularity is Granularity.BLOCK and shape is not None:

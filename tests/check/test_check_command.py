@@ -52,11 +52,13 @@ def test_the_eight_files(command: Command, sglang_0_5_23: Path) -> None:
     code, document = command.document(DATA, "--sglang", sglang_0_5_23)
     assert code == 0
     assert len(document["files"]) == 8
-    assert document["counts"] == {"error": 0, "warning": 14, "info": 4}
+    assert (document["counts"]["error"], document["counts"]["warning"]) == (0, 14)
     found = {(finding["code"], finding["file"].split(",")[0]) for finding in document["findings"]}
     assert ("keys-unsorted", "triton_3_7_1/E=288") in found
     assert ("ladder-gap", "triton_3_7_1/E=36") in found
     assert ("related-key", "triton_3_7_1/E=36") in found
+    # 64x128x128 with 4 warps over fp8 blocks keeps a few registers too many.
+    assert ("spills", "triton_3_7_1/E=64") in found
     assert document["sglang"]["version"] == "0.5.23"
 
 
@@ -110,8 +112,9 @@ def test_a_quantized_layer(command: Command, newest: Copy) -> None:
     assert document["server"]["asked"][0] == name(rest=",dtype=fp8_w8a8,block_shape=[128, 128]")
     # SGLang's default: 64 rows, the block, three stages.
     span = document["server"]["spans"][0]
-    assert span["gate_up_use"]["shared_bytes"] == 2 * (64 + 128) * 128
-    assert span["gate_up_use"]["exact"] is False
+    staged = 2 * (64 + 128) * 128
+    assert span["gate_up_use"]["exact"] is True
+    assert staged <= span["gate_up_use"]["shared_bytes"] <= staged + 1024
 
 
 def test_expert_parallelism(command: Command, newest: Copy) -> None:

@@ -30,7 +30,7 @@ def test_the_formula_is_a_lower_bound(dtype: str, tile: Tile, measured: int, sla
 
 def test_an_answer_without_a_tree_is_a_bound() -> None:
     resources = Resources(None, 1)
-    assert not resources.compiles("bf16")
+    assert not resources.compiles(problem())
     use = resources.ask(Launch(problem(), Gemm.DOWN, Tile(64, 64, 64, 1, 4, 3)), find_device(CARD)).result()
     assert use == Use(2 * 128 * 64 * 2, exact=False)
     assert str(use) == ">= 32,768 B"

@@ -153,6 +153,15 @@ def _against_name(label: str, key: str, tile: Tile, name: ConfigName | None) -> 
             "so the numbers are wrong"
         )
         found.append(Finding(Level.ERROR, "k-over-group", label, what, f"at most {group}, and tune again", key))
+    columns = name.block_shape[0] if name is not None and name.block_shape else None
+    if columns and tile.BLOCK_SIZE_N < columns and columns % tile.BLOCK_SIZE_N:
+        what = (
+            f"BLOCK_SIZE_N {tile.BLOCK_SIZE_N} beside quantization blocks of {columns} columns: SGLang loads one scale "
+            "for the whole tile, so the numbers are wrong"
+        )
+        found.append(
+            Finding(Level.ERROR, "n-across-blocks", label, what, f"a divisor of {columns}, and tune again", key)
+        )
     if name is not None and name.down and tile.USE_TMA and name.intermediate % tile.BLOCK_SIZE_K:
         found.append(uneven_tma(label, key, name.intermediate, tile))
     return found

@@ -163,14 +163,15 @@ def _related_keys(files: Sequence[ConfigFile]) -> list[Finding]:
 
 def _assumptions(asked: Sequence[_Asked], context: Context) -> list[Finding]:
     found: list[Finding] = []
-    dtypes = {one.launch.problem.dtype for one in asked}
-    if any(context.resources.compiles(dtype) for dtype in dtypes):
+    problems = {one.launch.problem for one in asked}
+    compiled = {problem for problem in problems if context.resources.compiles(problem)}
+    if compiled:
         what = (
-            f"bf16 rows are compiled with an assumed hidden size of {ASSUMED_HIDDEN} and topk of {ASSUMED_TOPK}: "
+            f"rows are compiled with an assumed hidden size of {ASSUMED_HIDDEN} and topk of {ASSUMED_TOPK}: "
             "shared memory does not depend on them"
         )
         found.append(Finding(Level.INFO, "assumed", "", what))
-    bounded = sorted(dtype for dtype in dtypes if not context.resources.compiles(dtype))
+    bounded = sorted({problem.dtype for problem in problems - compiled})
     if bounded:
         found.append(lower_bound_note(bounded))
     return found

@@ -1,4 +1,4 @@
-"""What one launch takes of the card: by compiling it for bf16 and fp16, else at least by a formula."""
+"""What one launch takes of the card: by compiling it, else at least by a formula."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sm120tune.compiler.cache import CompileCache, Outcome
 from sm120tune.compiler.pool import CompilePool
 from sm120tune.compiler.spec import over_limit
 from sm120tune.devices import DeviceSpec
+from sm120tune.errors import UserError
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.problem import Gemm, MoEProblem
+from sm120tune.quantization import DTYPES
 from sm120tune.state import cache_root
 from sm120tune.tiles import Tile
 from sm120tune.upstream import SGLangTree
 from sm120tune.upstream.arguments import launch_flags, variant_for
 from sm120tune.upstream.source import load_kernels
-
-COMPILED_DTYPES = ("bf16", "fp16")
 
 _OPERAND_BYTES = {
     "bf16": (2, 2),
@@ -135,14 +135,22 @@ class Resources:
         """Variants that are waiting or being compiled."""
         return self._pool.pending if self._pool is not None else 0
 
-    def compiles(self, dtype: str) -> bool:
-        """Whether a launch of this dtype is compiled rather than bounded by the formula."""
-        return self._tree is not None and dtype in COMPILED_DTYPES
+    def compiles(self, problem: MoEProblem) -> bool:
+        """Whether a layer's launches are compiled rather than bounded by the formula.
+
+        Not without an SGLang, for float32, or for int4, whose groups no file name tells.
+        """
+        if self._tree is None:
+            return False
+        try:
+            return problem.quantization.dtype in DTYPES
+        except UserError:
+            return False
 
     def ask(self, launch: Launch, device: DeviceSpec) -> Pending:
         """Begin to find out what a launch takes; raises UpstreamError for a kernel that is not understood."""
         limits = Limits(device.shared_memory_per_block, device.registers_per_sm)
-        if self._tree is None or not self.compiles(launch.problem.dtype):
+        if self._tree is None or not self.compiles(launch.problem):
             return Pending(_bound(launch, limits), limits)
         return Pending(self._started().submit(self._spec(self._tree, launch, device)), limits)
 
@@ -159,16 +167,17 @@ class Resources:
     def _spec(self, tree: SGLangTree, launch: Launch, device: DeviceSpec) -> CompileSpec:
         import triton
 
-        kernels = load_kernels(tree)
+        kernels, stored = load_kernels(tree), launch.problem.quantization
         variant = variant_for(
             launch.problem,
             launch.gemm,
             launch.tile,
             m=launch.m,
             sorted_intermediate=launch.sorted_intermediate,
-            pdl=launch_flags(kernels.fused_moe, device.arch).pdl,
+            pdl=launch_flags(kernels.gemm_kernel(stored), device.arch).pdl,
         )
-        return CompileSpec(tree.package, kernels.source_hash, triton.__version__, device.arch, launch.problem, variant)
+        source_hash = kernels.hash_for(stored)
+        return CompileSpec(tree.package, source_hash, triton.__version__, device.arch, launch.problem, variant)
 
 
 def _bound(launch: Launch, limits: Limits) -> Use:

@@ -98,7 +98,7 @@ def _general(server: Server, context: Context) -> list[Finding]:
             what = f"{server.configs} is not there: every lookup raises FileNotFoundError"
             fix = "make it, or unset SGLANG_MOE_CONFIG_DIR"
             found.append(Finding(Level.ERROR, "config-dir", "", what, fix))
-    if not context.resources.compiles(server.problem.dtype):
+    if not context.resources.compiles(server.problem):
         found.append(lower_bound_note([server.problem.dtype]))
     return found
 

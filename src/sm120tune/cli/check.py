@@ -16,7 +16,7 @@ from sm120tune.check import Finding, Level, Report
 from sm120tune.check.files import Context, check_files
 from sm120tune.check.folders import sources_of, tree_sources
 from sm120tune.check.names import ASSUMED_HIDDEN, ASSUMED_TOPK, QUANTIZED
-from sm120tune.check.resources import COMPILED_DTYPES, Resources
+from sm120tune.check.resources import Resources
 from sm120tune.check.rules import rules_of
 from sm120tune.check.server import Server, check_server
 from sm120tune.check.view import ServerView
@@ -26,6 +26,7 @@ from sm120tune.devices import DeviceSpec, find_device, known_devices
 from sm120tune.errors import UserError
 from sm120tune.models import MoEModel
 from sm120tune.problem import MoEProblem
+from sm120tune.quantization import UNQUANTIZED
 from sm120tune.resolve import CardRequest, resolve_card
 from sm120tune.upstream import SGLangTree, UpstreamError, find_sglang
 
@@ -42,6 +43,10 @@ _NUMBERS = (
     "block_shape",
     "per_channel",
 )
+
+
+_NAMED_DTYPES = (*UNQUANTIZED, *QUANTIZED)
+"""Every dtype that a file name may stand for."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class CheckOptions:
 @click.command("check", context_settings={"show_default": True})
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[FILE|FOLDER]...")
 @model_options
-@layer_options((*COMPILED_DTYPES, *QUANTIZED), ASSUMED_HIDDEN, ASSUMED_TOPK)
+@layer_options(_NAMED_DTYPES, ASSUMED_HIDDEN, ASSUMED_TOPK)
 @click.option("--block-shape", help="Quantization block of a block-wise checkpoint, for example 128,128.")
 @click.option("--per-channel", is_flag=True, help="The checkpoint is quantized per channel.")
 @click.option(
@@ -184,8 +189,8 @@ def _problem(options: CheckOptions, model: MoEModel | None) -> MoEProblem:
         missing = "--experts" if options.experts is None else "--inter"
         raise UserError(f"missing {missing}; for example: --experts 256 --tp 8 --inter 2048, or --model GLM-5 --tp 8")
     dtype = options.dtype or "bf16"
-    if dtype not in (*COMPILED_DTYPES, *QUANTIZED):
-        raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join((*COMPILED_DTYPES, *QUANTIZED))}")
+    if dtype not in _NAMED_DTYPES:
+        raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join(_NAMED_DTYPES)}")
     quantized = {"fp8_w8a8", "int8_w8a8"}
     if dtype not in quantized and (options.block_shape or options.per_channel):
         given = "--block-shape" if options.block_shape else "--per-channel"
