@@ -17,6 +17,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("SM120TUNE_TEST_CACHE", str(CACHE))
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+        # A user's Python writes bytecode; what imports SGLang must not leave any in its tree even so.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         yield folder
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from sm120tune.runner import Runner, RunResult
 from sm120tune.search.board import halves
 from sm120tune.search.race import ESTIMATE_LEAST_M
 from sm120tune.tiles import Tile, TilePair
+from sm120tune.upstream.arguments import Variant
 from sm120tune.upstream.lookup import BUILT_IN
 
 CRASH = Failure(FailureKind.ILLEGAL_ACCESS, "out of bounds")
@@ -551,3 +553,18 @@ def test_estimates_are_marked_and_change_nothing_where_the_model_is_unproven(
     assert rows[4096].status is RowStatus.TUNED
     assert rows[4096].ratio is not None
     assert rows[4096].ratio < 0.95
+
+
+def test_an_estimate_takes_no_tile_that_spills(sglang_0_5_23: Path, tmp_path: Path, run: Run) -> None:
+    job = make_job(sglang_0_5_23, tmp_path / "out", batch_sizes=(4096,), trials=20, timer="model")
+    lane = ModelLane(job.problem, job.device, UNIFORM)
+    best = by_m(run(job, lane, StubPool()))[4096]
+    assert best.status is RowStatus.TUNED
+
+    def a_few_bytes(spec: CompileSpec) -> TileFacts | None:
+        own = isinstance(spec.variant, Variant) and spec.variant.tile in (best.chosen.gate_up, best.chosen.down)
+        return TileFacts(20_000, 128, 4, spec.variant.tile.num_warps) if own else None  # type: ignore[union-attr]
+
+    other = by_m(run(replace(job), ModelLane(job.problem, job.device, UNIFORM), StubPool(a_few_bytes)))[4096]
+    assert other.chosen.gate_up != best.chosen.gate_up
+    assert other.chosen.down != best.chosen.down

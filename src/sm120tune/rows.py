@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.compiler.spec import within_limits
-from sm120tune.failures import Failure
+from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
 from sm120tune.measure.results import What, half_quartile_distance
 from sm120tune.provenance import RowProvenance, RowStatus
@@ -73,10 +73,15 @@ def make_row(job: Job, m: int, decision: Decision) -> RowProvenance:
     )
 
 
-async def why_not_runnable(job: Job, pool: VariantPool, m: int, pair: TilePair) -> str | None:
-    """Return why a binary of the pair's chain cannot run on the card, as ``kind: reason``, or None when all can."""
+async def why_not_runnable(job: Job, pool: VariantPool, m: int, pair: TilePair, *, spills: bool = True) -> str | None:
+    """Return why a binary of the pair's chain cannot run on the card, as ``kind: reason``, or None when all can.
+
+    Without ``spills`` one that keeps registers in memory does not count as running.
+    """
     for spec in job.chain_specs(m, pair):
         outcome = within_limits(await asyncio.wrap_future(pool.submit(spec)), job.limits)
         if isinstance(outcome, Failure):
             return f"{outcome.kind.value}: {outcome.message}"
+        if outcome.spill_bytes and not spills:
+            return f"{FailureKind.REGISTERS.value}: spills {outcome.spill_bytes} B a thread"
     return None

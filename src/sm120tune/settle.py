@@ -90,7 +90,9 @@ class Settler:
             finalists += [pair for pair in tma_variants(self._job, leader) if pair != final.today.pair]
         runnable: list[TilePair] = []
         for pair in finalists:
-            problem = await why_not_runnable(self._job, self._pool, m, pair)
+            # What spilling costs on a card is the least certain part of an estimate.
+            spills = self._job.timer != "model"
+            problem = await why_not_runnable(self._job, self._pool, m, pair, spills=spills)
             if problem is None:
                 runnable.append(pair)
             else:

@@ -126,6 +126,8 @@ def _run_child(request: dict[str, Any], place: Place) -> dict[str, Any]:
     env["PYTHONPATH"] = os.pathsep.join(
         part for part in (str(place.tree.package.parent), env.get("PYTHONPATH")) if part
     )
+    # SGLang's folder has to be as it was after an uninstall, without the import's leavings.
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
     try:
         done = subprocess.run(
             [sys.executable, str(_CHILD), json.dumps(request)],
