@@ -104,18 +104,12 @@ def parse_tp(_context: click.Context, _parameter: click.Parameter, value: str) -
     return sizes
 
 
-@dataclass(frozen=True)
-class _Kind:
-    types: tuple[type, ...]
-    words: str
-
-
-_KINDS = {
-    "str": _Kind((str,), "a string"),
-    "int": _Kind((int,), "an integer"),
-    "bool": _Kind((bool,), "true or false"),
-}
-_LISTS = frozenset({"tp"})
+_KINDS: tuple[tuple[type, str, frozenset[str]], ...] = (
+    (str, "a string", frozenset({"model", "dtype", "block_shape"})),
+    (bool, "true or false", frozenset({"force", "per_channel", "zero_points"})),
+    (int, "an integer", frozenset({"experts", "ep", "inter", "hidden", "topk", "group_size", "shared_experts"})),
+)
+"""What a key of a job file may hold; ``tp`` is an integer or a list of them."""
 
 
 def read_jobs(path: Path) -> list[LayerOptions]:
@@ -136,22 +130,22 @@ def read_jobs(path: Path) -> list[LayerOptions]:
 
 
 def _layer(table: dict[str, Any], where: str) -> LayerOptions:
-    known = {entry.name: str(entry.type) for entry in fields(LayerOptions)}
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
-        if name not in known:
-            raise UserError(f"{where}: unknown key {key!r}; known: {', '.join(known)}")
-        if name in _LISTS:
+        kind = next(((type_, words) for type_, words, names in _KINDS if name in names), None)
+        if name == "tp":
             values[name] = _sizes(value, f"{where}: {key}")
-            continue
-        kind = _KINDS[known[name].split(" ")[0]]
-        if type(value) not in kind.types:
-            raise UserError(f"{where}: {key} must be {kind.words}, not {value!r}")
-        values[name] = value
-    brought = set(values) - {"model", "force", "tp", "ep"}
+        elif kind is None:
+            known = ", ".join(entry.name for entry in fields(LayerOptions))
+            raise UserError(f"{where}: unknown key {key!r}; known: {known}")
+        elif type(value) is not kind[0]:
+            raise UserError(f"{where}: {key} must be {kind[1]}, not {value!r}")
+        else:
+            values[name] = value
+    brought = sorted(set(values) - {"model", "force", "tp", "ep"})
     if "model" in values and brought:
-        raise UserError(f"{where}: model brings its own {sorted(brought)[0]}; drop one of the two")
+        raise UserError(f"{where}: model brings its own {brought[0]}; drop one of the two")
     return LayerOptions(**values)
 
 
