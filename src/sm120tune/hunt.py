@@ -87,11 +87,7 @@ class Hunt:
         async def last(m: int, lane: Timer) -> None:
             await follow(m, lane)
             if not self._budget.limited:
-                # What the race will want to try with TMA compiles while the GPU is busy with the exchange.
-                for pair in self.steps[m].board.best_pairs(TMA_FINALISTS):
-                    for variant in tma_variants(self._job, pair):
-                        for spec in self._job.chain_specs(m, variant):
-                            self._pool.submit(spec)
+                self._compile_ahead(m)
                 await self._exchange(m, lane)
                 await finish(m, lane)
 
@@ -150,6 +146,13 @@ class Hunt:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+
+    def _compile_ahead(self, m: int) -> None:
+        """Begin to compile what the race will want with TMA, while the GPU is busy with the last exchange."""
+        for pair in self.steps[m].board.best_pairs(TMA_FINALISTS):
+            for variant in tma_variants(self._job, pair):
+                for spec in self._job.chain_specs(m, variant):
+                    self._pool.submit(spec)
 
     async def _exchange(self, m: int, lane: Timer) -> None:
         """Time what is best at the nearest M and already compiled: it costs the GPU milliseconds and no compiler."""
