@@ -22,7 +22,7 @@ from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.memory import USABLE_SHARE, activation_bytes, needed_bytes, weight_bytes
 from sm120tune.measure.replay import table_values
-from sm120tune.measure.routing import Routing
+from sm120tune.measure.routing import Routing, check_fits
 from sm120tune.measure.table import Table
 from sm120tune.problem import MoEProblem
 from sm120tune.provenance import load
@@ -129,6 +129,7 @@ def resolve_job(request: JobRequest, card: Card) -> Job:
     folder = Path(config_dir) if config_dir else None
     names = ConfigLookup(tree, target, config_dir=folder).file_names(request.problem)
     lookup = ConfigLookup(tree, target, config_dir=folder, stand_ins=_own_files(tree, folder, request.output, names))
+    check_fits(request.problem, request.routing)
     check_memory(request.problem, max(request.batch_sizes), card.gpus, all_experts=False)
     job = Job(
         problem=request.problem,

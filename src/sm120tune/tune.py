@@ -28,6 +28,7 @@ from sm120tune.runner import Runner, RunResult
 from sm120tune.search.journal import Journal
 from sm120tune.search_space import space_hash
 from sm120tune.state import cache_root
+from sm120tune.tiles import TilePair
 from sm120tune.writer import Ladder, WrittenPair, existing_rows, write_ladder
 
 
@@ -57,9 +58,7 @@ def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
     """Tune and write; raises UserError, and KeyboardInterrupt with every finished trial in the journal."""
     begin = time.monotonic() if options.began is None else options.began
     if not options.replace:
-        # Before the work: what cannot be merged would be refused after it.
-        record, names = _record(job, RunResult((), Counter())), job.lookup.file_names(job.problem)
-        job = replace(job, existing=existing_rows(options.output, record, names, str(job.routing)))
+        job = replace(job, existing=rows_to_merge(job, options.output))
     root = cache_root()
     journal = Journal(root / "runs", job.identity(), fresh=options.fresh, space=space_hash(job.values))
     cache = CompileCache(root / "compile")
@@ -82,6 +81,12 @@ def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
         written=written,
         seconds=time.monotonic() - begin,
     )
+
+
+def rows_to_merge(job: Job, output: Path) -> dict[int, TilePair]:
+    """Return the rows of the pair that the job's are merged into; raises UserError, before the work, for any other."""
+    record, names = _record(job, RunResult((), Counter())), job.lookup.file_names(job.problem)
+    return existing_rows(output, record, names, str(job.routing))
 
 
 def _first(group: BaseExceptionGroup[UserError]) -> UserError:

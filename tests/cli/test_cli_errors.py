@@ -49,6 +49,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "int8-without-scales": (["--dtype", "int8_w8a8"], ["--dtype int8_w8a8", "--per-channel", "--block-shape"]),
     "zero-points-without-groups": (["--dtype", "int8_w8a16", "--zero-points"], ["--zero-points", "--group-size"]),
     "zero-points-of-bf16": (["--zero-points"], ["--dtype bf16"]),
+    "budget-endless": (["--budget", "inf"], ["--budget", "inf"]),
     "routing": (["--routing", "zipf"], ["--routing", "zipf", "uniform"]),
     "routing-alpha": (["--routing", "power:0"], ["--routing", "power:0"]),
     "routing-no-alpha": (["--routing", "power:x"], ["--routing", "power:x"]),

@@ -70,6 +70,7 @@ def test_the_text_names_the_content(tmp_path: Path) -> None:
         (np.zeros((2, 2)), "not integer topk_ids"),
         (np.zeros(4, dtype=int), "not integer topk_ids"),
         (np.array([[1, -1]]), "holds the id -1"),
+        (np.array([[1, 2**63]], dtype=np.uint64), "holds the id 9223372036854775808"),
     ],
 )
 def test_other_content_is_refused(tmp_path: Path, content: np.ndarray, words: str) -> None:

@@ -48,6 +48,8 @@ class LayerOptions:
 
     def targets(self) -> list[Target]:
         """Return one layer for each tp; raises UserError for what no server could run."""
+        if self.force and self.model is None:
+            raise UserError("--force is about the experts of a --model; give one or drop --force")
         if self.model is not None:
             model = load_model(self.model)
             check_served_here(model, force=self.force)
@@ -112,10 +114,10 @@ _KINDS: tuple[tuple[type, str, frozenset[str]], ...] = (
 """What a key of a job file may hold; ``tp`` is an integer or a list of them."""
 
 
-def read_jobs(path: Path) -> list[LayerOptions]:
+def read_jobs(path: Path) -> list[Target]:
     """Read a TOML file with one ``[[job]]`` table for each layer, its keys the options of the command line.
 
-    ``tp`` may be a list. Raises UserError that names the table and the key.
+    ``tp`` may be a list. Raises UserError that names the table and the key or the value.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -124,9 +126,18 @@ def read_jobs(path: Path) -> list[LayerOptions]:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"--jobs {path} is no TOML: {error}") from None
     tables = content.get("job")
-    if set(content) != {"job"} or not isinstance(tables, list) or not tables:
+    whole = set(content) == {"job"} and isinstance(tables, list) and tables
+    if not whole or not all(isinstance(table, dict) for table in tables or ()):
         raise UserError(f"--jobs {path} needs one [[job]] table for each layer, and nothing beside them")
-    return [_layer(table, f"--jobs {path}, job {number}") for number, table in enumerate(tables, 1)]
+    targets: list[Target] = []
+    for number, table in enumerate(tables or (), 1):
+        where = f"--jobs {path}, job {number}"
+        layer = _layer(table, where)
+        try:
+            targets += layer.targets()
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+    return targets
 
 
 def _layer(table: dict[str, Any], where: str) -> LayerOptions:
@@ -134,6 +145,8 @@ def _layer(table: dict[str, Any], where: str) -> LayerOptions:
     for key, value in table.items():
         name = key.replace("-", "_")
         kind = next(((type_, words) for type_, words, names in _KINDS if name in names), None)
+        if name in values:
+            raise UserError(f"{where}: {key!r} is given twice, with dashes and with underscores; drop one of the two")
         if name == "tp":
             values[name] = _sizes(value, f"{where}: {key}")
         elif kind is None:

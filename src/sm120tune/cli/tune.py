@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass, fields
@@ -24,7 +25,7 @@ from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
 from sm120tune.measure.table import Table, read_table
 from sm120tune.problem import DEFAULT_BATCH_SIZES
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
-from sm120tune.tune import Outcome, RunOptions, tune
+from sm120tune.tune import Outcome, RunOptions, rows_to_merge, tune
 
 DEFAULT_TRIALS = {"cuda": 24, "model": 20, "replay": 24}
 
@@ -92,7 +93,7 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 @click.option(
     "--output", type=click.Path(path_type=Path), default=Path("generated_configs"), help="Folder for the results."
 )
-@click.option("--budget", type=float, help="Seconds to spend.  [default: no limit]")
+@click.option("--budget", type=float, help="Seconds to spend, on each layer.  [default: no limit]")
 @click.option(
     "--trials",
     type=int,
@@ -149,6 +150,10 @@ def _tune(options: TuneOptions, began: float) -> int:
         for one in targets
     ]
     _check_file_names(jobs)
+    if not options.dry_run and not options.replace:
+        # All of them before the first: what is wrong with the last layer's files is no reason to stop half-way.
+        for job in jobs:
+            rows_to_merge(job, options.output)
     _warn_if_busy(card)
     documents: list[dict[str, Any]] = []
     outcomes: list[tuple[Job, Outcome]] = []
@@ -181,11 +186,9 @@ def _targets(options: TuneOptions) -> list[Target]:
     """Return the layers that the options name; raises UserError for numbers beside what brings its own."""
     if options.jobs is not None:
         check_no_numbers("--jobs", "model", "tp", "ep")
-        return [target for layer in read_jobs(options.jobs) for target in layer.targets()]
+        return read_jobs(options.jobs)
     if options.layer.model is not None:
         check_no_numbers("--model")
-    elif options.layer.force:
-        raise UserError("--force is about the experts of a --model; give one or drop --force")
     return options.layer.targets()
 
 
@@ -194,6 +197,8 @@ def _check_file_names(jobs: list[Job]) -> None:
     seen: dict[str, Job] = {}
     for job in jobs:
         name = job.lookup.file_names(job.problem)[0]
+        if name in seen and seen[name].problem == job.problem:
+            raise UserError(f"{job.problem} is given twice; drop one of the two")
         if name in seen:
             raise UserError(f"{seen[name].problem} and {job.problem} share the file {name}; tune them apart")
         seen[name] = job
@@ -218,8 +223,8 @@ def _table(options: TuneOptions) -> Table | None:
 def _check_numbers(options: TuneOptions) -> None:
     if options.trials is not None and options.trials < 1:
         raise UserError(f"--trials must be at least 1, not {options.trials}")
-    if options.budget is not None and not options.budget > 0:
-        raise UserError(f"--budget must be above 0 seconds, not {options.budget:g}")
+    if options.budget is not None and not 0 < options.budget < math.inf:
+        raise UserError(f"--budget must be a number of seconds above 0, not {options.budget:g}; none is no limit")
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers must be at least 1, not {options.workers}")
     if options.seed < 0:

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from sm120tune.errors import UserError
 
 _SHOWN_DIGEST = 8
+_LARGEST_ID = 2**31 - 1
+"""The kernels read int32."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -31,8 +33,9 @@ def recorded_ids(path: str) -> npt.NDArray[np.int64]:
         raise UserError(
             f"--routing file:{path} holds {ids.dtype} {list(ids.shape)}, not integer topk_ids [tokens, topk]"
         )
-    if ids.min() < 0:
-        raise UserError(f"--routing file:{path} holds the id {ids.min()}; record the router's own ids")
+    for wrong in (ids.min(), ids.max()):
+        if not 0 <= wrong <= _LARGEST_ID:
+            raise UserError(f"--routing file:{path} holds the id {wrong}; record the router's own ids")
     ids = ids.astype(np.int64)
     ids.setflags(write=False)
     return ids
@@ -56,5 +59,8 @@ def _load(path: Path) -> npt.NDArray[Any]:
     if path.suffix == ".pt":
         import torch
 
-        return np.asarray(torch.load(path, map_location="cpu", weights_only=True).numpy())
+        held = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(held, torch.Tensor):
+            raise UserError(f"--routing file:{path} holds a {type(held).__name__}; save the one tensor topk_ids alone")
+        return np.asarray(held.numpy())
     raise UserError(f"--routing file:{path}: give a .npy or .pt file with topk_ids [tokens, topk]")

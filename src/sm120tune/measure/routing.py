@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sm120tune.errors import UserError
-from sm120tune.measure.recorded_routing import digest_of, draw
+from sm120tune.measure.recorded_routing import digest_of, draw, recorded_ids
 from sm120tune.problem import MoEProblem
 
 MAX_ALPHA = 10.0
@@ -82,6 +82,18 @@ def _recorded(value: str) -> Routing:
 
 Ids = npt.NDArray[np.int32]
 Weights = npt.NDArray[np.float32]
+
+
+def check_fits(problem: MoEProblem, routing: Routing) -> None:
+    """Raise UserError where a whole recording, not only the tokens that some M draws, is of another layer."""
+    if routing.kind != "file":
+        return
+    ids = recorded_ids(routing.path)
+    if ids.shape[1] != problem.routed_topk or ids.max() >= problem.router_experts:
+        raise UserError(
+            f"--routing {routing} has {ids.shape[1]} choices a token and ids up to {ids.max()}; this layer has "
+            f"{problem.routed_topk} of {problem.router_experts} experts"
+        )
 
 
 def topk_ids(problem: MoEProblem, m: int, routing: Routing, seed: int) -> Ids:
@@ -194,13 +206,8 @@ def _route(
         raise UserError(f"a token cannot choose {topk} of {router} experts")
     rng = np.random.default_rng([seed % 2**64, m])
     if routing.kind == "file":
-        ids = draw(routing.path, m, rng)
-        if ids.shape[1] != topk or ids.max() >= router:
-            raise UserError(
-                f"--routing {routing} has {ids.shape[1]} choices a token and ids up to {ids.max()}; this layer has "
-                f"{topk} of {router} experts"
-            )
-        return ids, rng.standard_normal((m, topk), dtype=np.float32)
+        check_fits(problem, routing)
+        return draw(routing.path, m, rng), rng.standard_normal((m, topk), dtype=np.float32)
     if routing.kind == "balanced":
         order = _balanced_order(problem, rng)
         slots = np.arange(m * topk).reshape(m, topk)
