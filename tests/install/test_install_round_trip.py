@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import triton
 from made_pairs import CARD, FORCE, PROBLEM, Maker, copied, picture, rows
 from wheels import Trees
 
+from sm120tune.errors import UserError
 from sm120tune.install import find_place, list_installed, uninstall
 from sm120tune.install.actions import InstallOptions, install
 from sm120tune.install.manifest import MANIFEST
@@ -18,6 +20,7 @@ from sm120tune.install.pair import find_pairs
 from sm120tune.problem import MoEProblem
 from sm120tune.resolve import _own_files
 from sm120tune.upstream.lookup import ConfigLookup, Target
+from sm120tune.upstream.source import load_kernels
 
 RELEASES = ("0.5.8.post1", "0.5.15", "0.5.23")
 
@@ -51,6 +54,17 @@ def lookup(maker: Maker, **changes: Any) -> ConfigLookup:
 
 def as_sglang_reads(path: Path) -> dict[int, Any]:
     return {int(m): row for m, row in json.loads(path.read_text()).items()}
+
+
+def test_a_pair_of_grouped_weights_belongs_to_the_other_kernel(each: Maker) -> None:
+    problem = replace(PROBLEM, dtype="int4_w4a16", block_shape=(0, 32))
+    kernels = load_kernels(each.place.tree)
+    assert kernels.grouped_hash != kernels.source_hash
+    each.install(each.write(problem=problem, kernel_source_hash=kernels.grouped_hash).up_path)
+    (listed,) = list_installed(each.place.base, each.place)
+    assert (listed.state, listed.up_path.name.split(",")[1]) == ("ok", "N=48")
+    with pytest.raises(UserError, match="tuned for kernel source"):
+        each.install(each.write(problem=problem).up_path)
 
 
 def test_a_new_pair_is_loaded_and_leaves_no_trace(each: Maker) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,17 @@ def test_an_installed_pair_is_judged_where_it_is(verify: Command) -> None:
 def test_of_two_installed_pairs_that_of_the_card_counts(verify: Command) -> None:
     for device in ({"name": "NVIDIA GeForce RTX 5090"}, {"name": CARD}):
         verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, FAST), device=device))
+    assert verify.rows(*NUMBERS, "--batch-sizes", "1")[1]["verdict"] == "faster"
+
+
+def test_an_installed_quantized_pair_of_the_same_sizes_is_none_of_it(verify: Command) -> None:
+    quantized = replace(PROBLEM, dtype="fp8_w8a8", per_channel_quant=True)
+    verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, FAST), problem=quantized))
+    code, _, err = verify.run(*NUMBERS)
+    assert (code, "no pair for E=12, N=96 is installed" in err) == (2, True), err
+    code, _, err = verify.run(*NUMBERS, "--dtype", "fp8_w8a8")
+    assert (code, "--dtype fp8_w8a8 cannot be verified, only bf16, fp16" in err) == (2, True), err
+    verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, FAST)))
     assert verify.rows(*NUMBERS, "--batch-sizes", "1")[1]["verdict"] == "faster"
 
 

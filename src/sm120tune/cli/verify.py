@@ -93,6 +93,8 @@ def _verify(options: _Options) -> int:
     if bool(options.files) == bool(options.numbers):
         both = f"{options.files[0]} and {options.numbers[0]}: " if options.files else ""
         raise UserError(f"{both}give either a pair's file or, for an installed pair, --experts and --inter")
+    if options.dtype is not None and options.dtype not in UNQUANTIZED:
+        raise UserError(f"--dtype {options.dtype} cannot be verified, only {', '.join(UNQUANTIZED)}")
     if options.preload is not None and not options.preload.is_file():
         raise UserError(f"--preload {options.preload}: no such file")
     pairs = find_pairs(options.files) if options.files else []

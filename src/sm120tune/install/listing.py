@@ -72,7 +72,7 @@ def _listed(base: Path, pair: InstalledPair, place: Place | None) -> Listed:
     record = _record(None if written is None else written[1])
     stale: list[str] = []
     if place is not None and record is not None:
-        stale = stale_reasons(record.kernel_source_hash, record.versions["triton"], place)
+        stale = stale_reasons(record, place)
     return Listed(
         pair=pair,
         up_path=base / "configs" / pair.triton_folder / pair.up_name,

@@ -12,7 +12,7 @@ from sm120tune.check.rules import rules_of
 from sm120tune.errors import UserError
 from sm120tune.install.pair import ConfigPair
 from sm120tune.install.place import Place
-from sm120tune.provenance import UNKNOWN_SOURCE
+from sm120tune.provenance import UNKNOWN_SOURCE, FileProvenance
 from sm120tune.upstream.lookup import ConfigLookup
 from sm120tune.upstream.source import load_kernels
 
@@ -40,7 +40,7 @@ def check_pair(pair: ConfigPair, place: Place, consent: Consent) -> list[str]:
         raise UserError(
             f"{pair.up_path} is {pair.record.kind}, not measured on the card; measure it, or give --allow-estimated"
         )
-    differences = stale_reasons(pair.record.kernel_source_hash, pair.record.versions["triton"], place)
+    differences = stale_reasons(pair.record, place)
     if differences and not consent.force:
         raise UserError(f"{pair.up_path}: {' and '.join(differences)}; tune with what is installed, or give --force")
     warnings = [*content, *(f"{pair.ladder.up_name}: {difference}" for difference in differences)]
@@ -49,14 +49,14 @@ def check_pair(pair: ConfigPair, place: Place, consent: Consent) -> list[str]:
     return warnings
 
 
-def stale_reasons(kernel_source_hash: str, triton_version: str, place: Place) -> list[str]:
+def stale_reasons(record: FileProvenance, place: Place) -> list[str]:
     """Say in what a pair's origin differs from what is installed; raises UpstreamError for an unreadable kernel."""
     reasons = []
-    here = load_kernels(place.tree).source_hash
-    if kernel_source_hash not in {here, UNKNOWN_SOURCE}:
+    tuned, triton_version = record.kernel_source_hash, record.versions["triton"]
+    here = load_kernels(place.tree).hash_for(record.problem.quantization)
+    if tuned not in {here, UNKNOWN_SOURCE}:
         reasons.append(
-            f"tuned for kernel source {kernel_source_hash[:_SHOWN_HASH]}, SGLang {place.tree.version} has "
-            f"{here[:_SHOWN_HASH]}"
+            f"tuned for kernel source {tuned[:_SHOWN_HASH]}, SGLang {place.tree.version} has {here[:_SHOWN_HASH]}"
         )
     if place.triton_version not in {None, triton_version}:
         reasons.append(f"tuned with Triton {triton_version}, {place.triton_version} is installed")

@@ -31,10 +31,12 @@ def installed_pair(place: Place, wanted: Wanted, cards: Collection[str]) -> Conf
     the same name.
     """
     own = f"triton_{(place.triton_version or '').replace('.', '_')}"
+    sizes = (wanted.experts, wanted.intermediate)
     found = []
     for entry in load_manifest(place.base).pairs:
         name = parse_name(entry.up_name)
-        if name is not None and (name.experts, name.intermediate) == (wanted.experts, wanted.intermediate):
+        # A name with a dtype is a quantized layer's, which is no other layer's to verify.
+        if name is not None and (name.experts, name.intermediate, name.dtype) == (*sizes, None):
             found.append((name.device not in cards, entry.triton_folder != own, entry))
     if not found:
         raise UserError(
