@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -125,6 +126,29 @@ def test_an_output_that_is_a_file(command: InProcess) -> None:
     command.refused(*command.line.args("--output", str(path)), words=[f"--output {path}", "file"])
     command.refused(*command.line.args("--output", str(path / "below")), words=[f"--output {path / 'below'}"])
     assert path.read_text() == "mine"
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_work(
+    command: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dangling = command.line.folder / "dangling"
+    dangling.symlink_to("nowhere")
+    command.refused(*command.line.args("--output", "dangling"), words=["--output dangling"])
+    # A read-only mount; root may write to any other folder.
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    command.refused(*command.line.args("--output", "below/results"), words=["--output below/results", "written"])
+
+
+def test_a_working_directory_that_is_gone(line: CommandLine, tmp_path: Path) -> None:
+    done = replace(line, folder=tmp_path).run("list", preexec_fn=lambda: _lose_folder(tmp_path / "gone"))
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
+    assert "the working directory is gone" in done.err
+
+
+def _lose_folder(folder: Path) -> None:
+    folder.mkdir()
+    os.chdir(folder)
+    folder.rmdir()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 import time
@@ -53,6 +54,10 @@ def commands() -> None:
 def run(argv: Sequence[str]) -> int:
     """Run one command; returns the exit code (0 done, 1 fell short, 2 bad input, 130 interrupted)."""
     began = time.monotonic()
+    try:
+        os.getcwd()
+    except OSError:
+        return _fail("the working directory is gone; cd to one that is there")
     args = list(argv)
     if args and args[0].startswith("-") and args[0] not in _OWN_OPTIONS:
         args.insert(0, _IMPLICIT)

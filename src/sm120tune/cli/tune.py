@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass, fields
@@ -229,9 +230,12 @@ def _check_numbers(options: TuneOptions) -> None:
         raise UserError(f"--workers must be at least 1, not {options.workers}")
     if options.seed < 0:
         raise UserError(f"--seed must be 0 or more, not {options.seed}")
-    there = next((path for path in (options.output, *options.output.absolute().parents) if path.exists()), None)
+    folders = (options.output, *options.output.absolute().parents)
+    there = next((path for path in folders if path.exists() or path.is_symlink()), None)
     if there is not None and not there.is_dir():
         raise UserError(f"--output {options.output}: {there} is a file; give a folder")
+    if there is not None and not options.dry_run and not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--output {options.output}: {there} cannot be written to; choose another folder")
 
 
 def _warn_if_busy(card: Card) -> None:
