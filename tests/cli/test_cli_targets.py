@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from sm120tune.cli.targets import LayerOptions, read_jobs
+from sm120tune.cli.targets import LayerOptions, Target, read_jobs
 from sm120tune.errors import UserError
 
 
-def jobs(folder: Path, text: str) -> list[LayerOptions]:
+def jobs(folder: Path, text: str) -> list[Target]:
     path = folder / "jobs.toml"
     path.write_text(text)
     return read_jobs(path)
@@ -39,13 +39,14 @@ def test_every_option_of_a_layer_can_stand_in_a_file(tmp_path: Path) -> None:
     block-shape = "128,128"
     dtype = "fp8_w8a8"
     """
-    first, second, third = jobs(tmp_path, text)
-    assert [target.problem.intermediate for target in first.targets()] == [512, 256]
-    assert first.targets()[0].problem.block_shape == (0, 64)
-    assert (second.model, second.tp) == ("GLM-5", (8,))
-    assert third.targets()[0].problem.block_shape == (128, 128)
-    named = {name for layer in (first, second, third) for name, value in vars(layer).items() if value is not None}
-    assert named == {entry.name for entry in fields(LayerOptions)}
+    targets = [target.problem for target in jobs(tmp_path, text)]
+    assert [(one.experts, one.intermediate, one.topk, one.hidden) for one in targets] == [
+        (65, 512, 5, 1024), (65, 256, 5, 1024), (257, 256, 9, 6144), (8, 1024, 8, 6144),
+    ]  # fmt: skip
+    assert [one.block_shape for one in targets] == [(0, 64), (0, 64), None, (128, 128)]
+    assert [one.zero_points for one in targets] == [True, True, False, False]
+    keys = {line.split("=")[0].strip().replace("-", "_") for line in text.splitlines() if "=" in line}
+    assert keys == {entry.name for entry in fields(LayerOptions)}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_every_option_of_a_layer_can_stand_in_a_file(tmp_path: Path) -> None:
         ("extra = 1\n[[job]]\nexperts = 8", "needs one"),
         ("[[job]\n", "is no TOML"),
         ("[[job]]\nexpert = 8", "job 1: unknown key 'expert'"),
-        ("[[job]]\nexperts = 8\n[[job]]\nexperts = '8'", "job 2: experts must be an integer, not '8'"),
+        ("[[job]]\nexperts = 8\ninter = 64\n[[job]]\nexperts = '8'", "job 2: experts must be an integer, not '8'"),
         ("[[job]]\nexperts = true", "experts must be an integer, not True"),
         ("[[job]]\ntp = []", "tp must be an integer or a list"),
         ("[[job]]\ntp = [1, '2']", "tp must be an integer or a list"),
