@@ -62,11 +62,18 @@ def test_pairs_are_rows_as_sglang_has_them() -> None:
 
 
 def test_a_file_survives_json_with_rows_in_order() -> None:
-    problem = dataclasses.replace(PROBLEM, block_shape=(0, 128), shared_experts=1, zero_points=True)
+    groups = dataclasses.replace(PROBLEM, dtype="int4_w4a16", block_shape=(0, 128), zero_points=True)
+    problem = dataclasses.replace(groups, shared_experts=1)
     value = file(problem=problem, rows=(row(64), EMPTY_ROW, row(1)))
     again = prov.loads(value.dumps())
     assert [item.m for item in again.rows] == [1, 8, 64]
     assert again == dataclasses.replace(value, rows=(row(1), EMPTY_ROW, row(64)))
+
+
+def test_weights_that_no_kernel_runs_are_damage_not_an_argument() -> None:
+    text = file(problem=dataclasses.replace(PROBLEM, dtype="int4_w4a16")).dumps()
+    with pytest.raises(ValueError, match="problem is none that could be tuned"):
+        prov.loads(text)
 
 
 def test_the_text_is_plain_json_without_nan() -> None:

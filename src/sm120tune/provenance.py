@@ -208,4 +208,9 @@ def _problem_from_json(data: object) -> MoEProblem:
         raise ValueError("problem.block_shape must be two integers")
     problem.finish()
     assert isinstance(data, dict)
-    return MoEProblem.from_json(data)
+    result = MoEProblem.from_json(data)
+    try:
+        _ = result.quantization
+    except UserError as error:
+        raise ValueError(f"problem is none that could be tuned: {error}") from None
+    return result

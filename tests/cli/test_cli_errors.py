@@ -202,6 +202,8 @@ def test_a_replay_needs_a_table_and_no_problem(command: InProcess) -> None:
     command.refused(*timer, words=["none.parquet"])
     command.refused(*SMALL, *timer, words=["--experts"])
     command.refused("--device", CARD, *timer, words=["--device"])
+    for more in (["--dtype", "fp16"], ["--tp", "4"], ["--batch-sizes", "7"], ["--routing", "balanced"]):
+        command.refused(*more, *timer, words=["--timer replay:FILE", more[0]])
 
 
 @pytest.mark.parametrize("below", [".", "below"])

@@ -126,7 +126,7 @@ def test_what_the_card_cannot_run_is_not_written(convert: Command) -> None:
     source = convert.write(BLOCK_FP8, {**ladder(), "64": row(BLOCK_SIZE_M=128, BLOCK_SIZE_N=256, num_stages=4)})
     code, out, _ = convert.run(source, "--to", "sglang", *LAYER)
     assert code == 1
-    assert "147,456 of 101,376 B" in out
+    assert "148,480 of 101,376 B" in out
     assert "nothing was written" in out
     assert not (convert.folder / "out").exists()
 
@@ -138,6 +138,12 @@ def test_bf16_rows_are_compiled_for_the_card(convert: Command) -> None:
     assert code == 1
     assert "compiling" in err
     assert "of 101,376 B" in out
+
+
+def test_int4_without_provenance_has_groups_that_nobody_knows(convert: Command) -> None:
+    source = convert.write(f"E=32,N=256,device_name={CARD_FILE},dtype=int4_w4a16.json", {"1": row()})
+    card = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
+    assert "no provenance for it" in convert.refused(source, "--alias-device", card, "--triton", "3.6.0", *LAYER)
 
 
 def test_sparse_ladders_are_said(convert: Command) -> None:

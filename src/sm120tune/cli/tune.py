@@ -58,6 +58,9 @@ class TuneOptions:
     as_json: bool
 
 
+_RECORDED = ("model", "jobs", "tp", "ep", "batch_sizes", "routing", "device", "device_spec", "gpus")
+"""What a recorded table brings beside the numbers of the layer."""
+
 _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 
 
@@ -213,11 +216,7 @@ def _table(options: TuneOptions) -> Table | None:
         return None
     if not file:
         raise UserError("--timer replay needs a file: --timer replay:bench/tables/….parquet")
-    layer = options.layer
-    if any(value is not None for value in (layer.model, layer.experts, layer.inter, options.jobs, options.device)):
-        raise UserError(
-            "--timer replay:FILE brings problem and card; leave out --model, --experts, --inter, --jobs and --device"
-        )
+    check_no_numbers("--timer replay:FILE", *_RECORDED)
     return read_table(Path(file))
 
 

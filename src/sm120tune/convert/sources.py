@@ -164,4 +164,13 @@ def _problem(path: Path, name: ConfigName, layer: Layer) -> MoEProblem:
         raise UserError(f"{path}: dtype {name.dtype} is none of SGLang's")
     assert layer.hidden is not None
     assert layer.topk is not None
-    return replace(named, hidden=layer.hidden, topk=layer.topk)
+    problem = replace(named, hidden=layer.hidden, topk=layer.topk)
+    try:
+        _ = problem.quantization
+    except UserError:
+        # The groups of int4, or a name that SGLang never asks for.
+        raise UserError(
+            f"{path}: its name does not say how {name.dtype} weights are scaled, and there is no provenance for it; "
+            "tune the layer"
+        ) from None
+    return problem
