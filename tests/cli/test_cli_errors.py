@@ -197,6 +197,12 @@ def test_a_damaged_sglang(command: InProcess, tmp_path: Path, damage: str) -> No
     command.refused(*command.line.args("--sglang", str(tree)), words=[str(tree)])
 
 
+def test_explain_names_what_is_no_config_file(command: InProcess) -> None:
+    numbers = ["--batch-size", "64", "--hidden", "64", "--topk", "2"]
+    command.refused("explain", ".", *numbers, words=["error: . is no name"])
+    assert "file:PATH" in command.run("explain", "--help").out
+
+
 def test_a_replay_needs_a_table_and_no_problem(command: InProcess) -> None:
     timer = ["--timer", "replay:none.parquet"]
     command.refused(*timer, words=["none.parquet"])

@@ -13,7 +13,7 @@ from sm120tune.devices import find_device
 from sm120tune.errors import UserError
 from sm120tune.explain import Explained, best_tile, explain
 from sm120tune.measure.cost_constants import model_version
-from sm120tune.measure.routing import parse_routing
+from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
 from sm120tune.problem import Gemm, MoEProblem, check_batch_sizes
 from sm120tune.quantization import UNQUANTIZED
 from sm120tune.search.ladder import nearest
@@ -26,7 +26,7 @@ from sm120tune.tiles import Tile
 @click.option("--hidden", type=int, required=True, help="Hidden size; the file does not hold it.")
 @click.option("--topk", type=int, required=True, help="Experts per token; the file does not hold it.")
 @click.option("--device", help="Another card than the file's.  [default: the file's]")
-@click.option("--routing", default="uniform", help="uniform, balanced or power:ALPHA.")
+@click.option("--routing", default="uniform", help=f"{ROUTING_CHOICES}.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def explain_command(
     config: Path, m: int, hidden: int, topk: int, device: str | None, routing: str, as_json: bool
@@ -34,7 +34,7 @@ def explain_command(
     """Say why the rows that SGLang would use at M take as long as the cost model expects; nothing is measured."""
     name = parse_name(config.name)
     if name is None:
-        raise UserError(f"{config.name} is no name of an SGLang config file")
+        raise UserError(f"{config} is no name of an SGLang config file")
     problem = name.problem()
     if name.dtype is not None or problem is None or problem.dtype not in UNQUANTIZED:
         raise UserError(f"{config.name}: explain knows {' and '.join(UNQUANTIZED)} only")
