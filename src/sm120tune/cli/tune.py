@@ -174,8 +174,14 @@ def _tune(options: TuneOptions, began: float) -> int:
         # A budget counts from the start of the command, for the first layer alone.
         begin = began if number == 1 else time.monotonic()
         run_options = RunOptions(options.output, options.fresh, options.replace, begin, options.workers)
-        with make_observer(console, quiet=options.quiet) as observer:
-            outcome = tune(job, run_options, observer)
+        try:
+            with make_observer(console, quiet=options.quiet) as observer:
+                outcome = tune(job, run_options, observer)
+        except UserError as error:
+            if len(jobs) == 1:
+                raise
+            done = f"the {number - 1} before it are written, " if number > 1 else ""
+            raise UserError(f"{job.problem}: {error} ({done}the same command goes on from there)") from error
         report.show_outcome(console, job, outcome)
         outcomes.append((job, outcome))
         documents.append(report.outcome_json(job, outcome))

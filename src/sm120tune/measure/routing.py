@@ -18,6 +18,9 @@ from sm120tune.errors import UserError
 from sm120tune.measure.recorded_routing import digest_of, draw, recorded_ids
 from sm120tune.problem import MoEProblem
 
+_LARGEST_DRAW = 2**30
+"""Numbers behind one routing: 4 GiB."""
+
 MAX_ALPHA = 10.0
 """Above it one expert takes every token, and the popularities of the others vanish in float32."""
 
@@ -132,26 +135,6 @@ def tokens_per_expert(problem: MoEProblem, m: int, routing: Routing, seed: int =
     return counts
 
 
-def expected_touched_experts(problem: MoEProblem, m: int, routing: Routing) -> float:
-    """Return how many local experts at least one of M tokens chooses, averaged over seeds.
-
-    Exact for ``uniform`` (``L * (1 - (1 - topk/R) ** M)``) and ``balanced``. For ``power`` a token chooses the
-    first topk arrivals of independent exponential clocks with the popularities as rates; an expert's chance is
-    taken as that of ringing before the time at which topk clocks are expected to have rung.
-    """
-    local, router, topk = _local_experts(problem), problem.router_experts, problem.routed_topk
-    if routing.kind == "balanced":
-        order = _balanced_order(problem, np.random.default_rng(0))
-        touched = float((order[: topk * m] < local).sum())
-    elif routing.kind == "uniform":
-        touched = local * (1 - (1 - topk / router) ** m)
-    else:
-        missed = (1 - _inclusion(_popularity(router, routing.alpha), topk)) ** m
-        # Ranks are dealt to experts at random, so this GPU's experts are an average sample of all.
-        touched = local * float(1 - missed.mean())
-    return touched + problem.shared_experts
-
-
 def _local_experts(problem: MoEProblem) -> int:
     """Return how many of the router's experts live on this GPU."""
     return problem.experts - problem.shared_experts
@@ -160,22 +143,6 @@ def _local_experts(problem: MoEProblem) -> int:
 def _popularity(router_experts: int, alpha: float) -> npt.NDArray[np.float64]:
     """Return ``rank ** -alpha`` for ranks 1 to R."""
     return np.arange(1, router_experts + 1, dtype=np.float64) ** -alpha
-
-
-def _inclusion(rates: npt.NDArray[np.float64], topk: int) -> npt.NDArray[np.float64]:
-    """Return each clock's chance to ring before t, with t such that topk rings are expected (found by bisection)."""
-    if topk >= len(rates):
-        return np.ones_like(rates)
-    low, high = 0.0, 1.0
-    while -np.expm1(-rates * high).sum() < topk:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        if -np.expm1(-rates * middle).sum() < topk:
-            low = middle
-        else:
-            high = middle
-    return np.asarray(-np.expm1(-rates * high))
 
 
 def _balanced_order(problem: MoEProblem, rng: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -204,6 +171,8 @@ def _route(
         raise UserError(f"M must be at least 1, not {m}")
     if not 1 <= topk <= router:
         raise UserError(f"a token cannot choose {topk} of {router} experts")
+    if m * router > _LARGEST_DRAW:
+        raise UserError(f"M={m} tokens over {router} experts are more than can be drawn; give smaller --batch-sizes")
     rng = np.random.default_rng([seed % 2**64, m])
     if routing.kind == "file":
         check_fits(problem, routing)
