@@ -6,6 +6,7 @@ Nothing here knows a device or SGLang's folders.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +148,7 @@ class MoEProblem:
         """Whether the router can choose experts of other ranks (their ids become -1 here)."""
         return self.router_experts > self.experts - self.shared_experts
 
-    @property
+    @functools.cached_property
     def quantization(self) -> Quantization:
         """How weights and activations are stored."""
         return Quantization(self.dtype, self.block_shape, self.per_channel_quant, self.zero_points)

@@ -38,22 +38,18 @@ def reference_moe(
     _check_shapes(hidden_states, w1, w2, topk_weights, topk_ids)
     (m, hidden), experts, inter, topk = hidden_states.shape, w1.shape[0], w2.shape[2], topk_ids.shape[1]
     out = torch.zeros(m, hidden, dtype=compute_dtype, device=hidden_states.device)
-    flat_ids, flat_weights = topk_ids.flatten().long(), topk_weights.flatten().to(compute_dtype)
-    order = torch.argsort(flat_ids, stable=True)
-    counts = torch.bincount(flat_ids + 1, minlength=experts + 1).tolist()
-    if len(counts) > experts + 1:
-        raise ValueError(f"topk_ids holds {len(counts) - 2}, but there are only {experts} experts")
+    flat_weights = topk_weights.flatten().to(compute_dtype)
+    rows_of = _rows_by_expert(topk_ids)
+    if len(rows_of) > experts:
+        raise ValueError(f"topk_ids holds {len(rows_of) - 1}, but there are only {experts} experts")
 
     width = torch.empty((), dtype=compute_dtype).element_size()
     slice_n = max(1, _CHUNK_BYTES // (3 * hidden * width))
     slice_rows = max(1, _CHUNK_BYTES // ((2 * hidden + 4 * min(slice_n, inter)) * width))
-    start = counts[0]
     with _full_precision():
-        for expert, count in enumerate(counts[1:]):
-            rows = order[start : start + count]
-            start += count
+        for expert, rows in enumerate(rows_of):
             # Without rows nothing of the expert is read: its weights would cost the most.
-            for n in range(0, inter if count else 0, slice_n):
+            for n in range(0, inter if len(rows) else 0, slice_n):
                 part = slice(n, n + slice_n)
                 gate = w1[expert, :inter][part].to(compute_dtype)
                 up = w1[expert, inter:][part].to(compute_dtype)
@@ -81,15 +77,10 @@ def reference_quantized_moe(
     """
     (m, hidden), topk = hidden_states.shape, topk_ids.shape[1]
     out = torch.zeros(m, hidden, dtype=torch.float32, device=hidden_states.device)
-    flat_ids, flat_weights = topk_ids.flatten().long(), topk_weights.flatten().float()
-    order = torch.argsort(flat_ids, stable=True)
-    counts = torch.bincount(flat_ids + 1).tolist()
-    start = counts[0]
+    flat_weights = topk_weights.flatten().float()
     with _full_precision():
-        for expert, count in enumerate(counts[1:]):
-            rows = order[start : start + count]
-            start += count
-            if not count:
+        for expert, rows in enumerate(_rows_by_expert(topk_ids)):
+            if not len(rows):
                 continue
             gate, up = w1(expert).chunk(2)
             down = w2(expert)
@@ -99,6 +90,14 @@ def reference_quantized_moe(
                 inner = requantize(torch.nn.functional.silu(x @ gate.T) * (x @ up.T))
                 out.index_add_(0, tokens, (inner @ down.T) * flat_weights[chunk, None])
     return out
+
+
+def _rows_by_expert(topk_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the routed rows of every expert up to the largest id; those of id -1 are left out."""
+    flat_ids = topk_ids.flatten().long()
+    order = torch.argsort(flat_ids, stable=True)
+    rows: tuple[torch.Tensor, ...] = order.split(torch.bincount(flat_ids + 1).tolist())
+    return rows[1:]
 
 
 def measure_error(out: torch.Tensor, ref: torch.Tensor) -> ErrorMeasure:

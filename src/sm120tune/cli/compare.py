@@ -14,7 +14,7 @@ import click
 from rich.table import Table
 
 from sm120tune.cli.options import batch_sizes
-from sm120tune.cli.report import result_console
+from sm120tune.cli.report import ratio_cells, result_console
 from sm120tune.compare import Compared, Mix, Serves, compare_ladders, parse_mix, uniform_mix
 from sm120tune.compiler.cache import CompileCache
 from sm120tune.compiler.pool import CompilePool
@@ -200,13 +200,11 @@ def _show(options: _Options, job: Job, rows: list[Compared], mix: Mix) -> None:
 
 
 def _cells(row: Compared) -> tuple[str, ...]:
-    ratio = row.ratio
     return (
         str(row.m),
         "" if row.a_us is None else f"{row.a_us:.1f} us",
         "" if row.b_us is None else f"{row.b_us:.1f} us",
-        "" if ratio is None else f"{ratio.middle:.3f}",
-        "" if ratio is None else f"{ratio.low:.3f}-{ratio.high:.3f}",
+        *ratio_cells(row.ratio),
         row.word + (f" ({row.problem})" if row.problem else ""),
         "" if row.a is None else str(row.a),
         "" if row.b is None else str(row.b),

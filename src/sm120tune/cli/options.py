@@ -101,8 +101,12 @@ def batch_sizes(_context: click.Context, _parameter: click.Parameter, value: str
     """Read ``--batch-sizes``, () where it was not given; raises UserError for what is no list of distinct sizes."""
     if value is None:
         return ()
+    return check_batch_sizes(integers("--batch-sizes", value, "1,64,4096"))
+
+
+def integers(option: str, text: str, example: str) -> tuple[int, ...]:
+    """Read integers with commas between; raises UserError that shows the example."""
     try:
-        sizes = [int(part) for part in value.split(",")]
+        return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"--batch-sizes {value!r} is no list of integers; write for example 1,64,4096") from None
-    return check_batch_sizes(sizes)
+        raise UserError(f"{option} {text!r} is no list of integers; write for example {example}") from None

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from sm120tune.job import Job
 from sm120tune.provenance import RowProvenance, RowStatus
+from sm120tune.search.race import Ratio
 from sm120tune.search_space import count_tiles
 from sm120tune.tune import Outcome
 
@@ -172,6 +173,11 @@ def show_outcome(out: Console, job: Job, outcome: Outcome) -> None:
         )
     if outcome.result.missing:
         out.print(f"no pair runs at M={', '.join(map(str, outcome.result.missing))}")
+
+
+def ratio_cells(ratio: Ratio | None) -> tuple[str, str]:
+    """Return a ratio and its interval as cells of a table, empty where there is none."""
+    return ("", "") if ratio is None else (f"{ratio.middle:.3f}", f"{ratio.low:.3f}-{ratio.high:.3f}")
 
 
 def show_summary(out: Console, outcomes: Iterable[tuple[Job, Outcome]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from sm120tune.cli.model import check_served_here, model_lines, require_tunable
-from sm120tune.cli.options import scale_shape
+from sm120tune.cli.options import integers, scale_shape
 from sm120tune.errors import UserError
 from sm120tune.models import load_model
 from sm120tune.problem import MoEProblem
@@ -97,10 +97,7 @@ class LayerOptions:
 
 def parse_tp(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
     """Read ``8`` or ``1,2,4,8``; raises UserError for anything else."""
-    try:
-        sizes = tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise UserError(f"--tp {value!r} is no list of integers; write for example 8 or 1,2,4,8") from None
+    sizes = integers("--tp", value, "8 or 1,2,4,8")
     if len(set(sizes)) != len(sizes):
         raise UserError(f"--tp {value} has a size twice")
     return sizes

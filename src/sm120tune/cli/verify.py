@@ -14,7 +14,7 @@ import click
 from rich.table import Table
 
 from sm120tune.cli.options import batch_sizes, given_or, layer_options, place_options
-from sm120tune.cli.report import result_console
+from sm120tune.cli.report import ratio_cells, result_console
 from sm120tune.devices import LocalGPU, busy_reason, local_gpus
 from sm120tune.errors import UserError
 from sm120tune.install import find_pairs, find_place
@@ -188,13 +188,11 @@ def _show(console: Any, judged: Judged) -> None:
 
 
 def _cells(verdict: Verdict) -> tuple[str, ...]:
-    ratio = verdict.ratio
     return (
         str(verdict.m),
         "fails" if verdict.without_us is None else f"{verdict.without_us:.1f} us",
         "fails" if verdict.with_us is None else f"{verdict.with_us:.1f} us",
-        "" if ratio is None else f"{ratio.middle:.3f}",
-        "" if ratio is None else f"{ratio.low:.3f}-{ratio.high:.3f}",
+        *ratio_cells(verdict.ratio),
         "" if verdict.error is None else f"{verdict.error.relative:.4f}",
         "yes" if verdict.loaded else "no",
         verdict.word.value + (f": {verdict.note}" if verdict.note else ""),

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from sm120tune.quantization import Granularity, Quantization
-from sm120tune.upstream.scales import code_range, quantization_group
+from sm120tune.upstream.scales import LEAST_ABSMAX, code_range, quantization_group
 
 _COMPUTE = {"fp16": torch.float16}
-_EPS = 1e-10
 _STATIC_RANGE = 16.0
 """What the largest code of a tensor-wise quantized activation stands for, as a checkpoint's static scale would say."""
 _CODE_SPREAD = {"fp8_w8a8": 64.0, "int8_w8a8": 32.0, "int8_w8a16": 32.0, "int4_w4a16": 4.6}
@@ -112,7 +111,7 @@ def quantize_rows(x: torch.Tensor, stored: Quantization) -> Activations:
         codes = torch.empty(x.shape, dtype=operand_dtype(stored), device=x.device)
         return quantize_static(x, scaled, codes, static_scale(stored, x.device), stored)
     groups = x.float().unflatten(1, (-1, quantization_group(stored, x.shape[1])))
-    scales = groups.abs().amax(dim=2).clamp_min(_EPS) / high
+    scales = groups.abs().amax(dim=2).clamp_min(LEAST_ABSMAX) / high
     codes = (groups * (1.0 / scales)[..., None]).clamp(low, high).flatten(1).to(operand_dtype(stored))
     return Activations(codes, scales)
 

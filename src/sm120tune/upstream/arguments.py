@@ -14,7 +14,15 @@ import triton.language as tl
 from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.quantization import Granularity, Quantization
 from sm120tune.tiles import Tile
-from sm120tune.upstream.scales import a_dtype, b_dtype, c_dtype, code_range, quantization_group, scale_arguments
+from sm120tune.upstream.scales import (
+    LEAST_ABSMAX,
+    a_dtype,
+    b_dtype,
+    c_dtype,
+    code_range,
+    quantization_group,
+    scale_arguments,
+)
 from sm120tune.upstream.source import Kernels
 from sm120tune.upstream.values import Argument, Constant, Descriptor, Dynamic, Pointer, Real, Scalar, bind
 
@@ -161,8 +169,7 @@ def activation_arguments(
 def quantize_arguments(kernel: Any, stored: Quantization, columns: int) -> dict[str, Argument]:
     """Map every parameter of SGLang's Triton quantization kernel to its value, for rows of ``columns``.
 
-    One program quantizes one group of a row: the whole row for channel-wise weights. The smallest absolute value
-    that a scale is made from is SGLang's 1e-10.
+    One program quantizes one group of a row: the whole row for channel-wise weights.
     """
     group = quantization_group(stored, columns)
     low, high = code_range(stored)
@@ -172,7 +179,7 @@ def quantize_arguments(kernel: Any, stored: Quantization, columns: int) -> dict[
         "y_s_ptr": Pointer("fp32"),
         "y_stride": Scalar(group),
         "N": Scalar(group),
-        "eps": Real(1e-10),
+        "eps": Real(LEAST_ABSMAX),
         "bit8_min": Real(low),
         "bit8_max": Real(high),
         "BLOCK": Constant(1 << (group - 1).bit_length()),

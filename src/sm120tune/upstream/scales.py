@@ -7,6 +7,8 @@ from sm120tune.quantization import Granularity, Quantization
 from sm120tune.upstream.values import Argument, Constant, Pointer, Scalar
 
 _OPERAND = {"fp8_w8a8": "fp8e4nv", "int8_w8a8": "i8"}
+LEAST_ABSMAX = 1e-10
+"""SGLang's lower bound of the largest absolute value that a scale is made from."""
 _RANGE = {"fp8_w8a8": (-448.0, 448.0), "int8_w8a8": (-128.0, 127.0)}
 
 
