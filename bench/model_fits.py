@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 
 from sm120tune.devices import DeviceSpec
 from sm120tune.measure.correction import Correction
-from sm120tune.measure.cost_constants import Constants
+from sm120tune.measure.cost_constants import LIMITS, Constants
 from sm120tune.measure.cost_terms import features, terms
 
 Array = npt.NDArray[np.float64]
@@ -47,21 +47,6 @@ START = Constants(
     hot_share=1.0,
     empty_block_us=2.0,
 )
-LIMITS = {
-    "launch_us": (0.5, 6.0),
-    "bandwidth_share": (0.5, 1.0),
-    "short_row_loss": (0.01, 3.0),
-    "short_row_growth": (0.001, 1.0),
-    "tensor_share": (0.2, 1.0),
-    "tensor_share_wgmma": (0.3, 1.0),
-    "tensor_share_fp8": (0.3, 1.0),
-    "serial_share": (0.01, 3.0),
-    "overlap": (1.2, 10.0),
-    "step_overlap": (1.2, 10.0),
-    "hot_share": (0.2, 1.5),
-}
-"""Where physics or the formula's form sets a limit."""
-
 OF_TABLES = (
     "launch_us", "bandwidth_share", "short_row_loss", "short_row_growth", "tensor_share", "tensor_share_wgmma",
     "shared_gb_s", "l2_gb_s", "load_us", "load_us_per_16k", "serial_share", "block_us", "store_us",

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from sm120tune.calibrate.quality import spearman
 from sm120tune.devices import DeviceSpec, find_device
 from sm120tune.measure.cost_constants import Constants
 from sm120tune.measure.cost_terms import Load, TileArrays, terms
@@ -36,6 +37,8 @@ class Launches:
     us: Array
     load: Load
     arrays: TileArrays
+    at_least: npt.NDArray[np.bool_]
+    """Timed once and far too slow: ``us`` is a lower bound."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def recorded(path: Path) -> Recorded:
             arrays = tile_arrays(tiles, facts, device)
             load = gemm_load(table.problem, gemm, m, routing, arrays.block_m)
             us = np.array([row.us or math.inf for row in rows])
-            launches.append(Launches(gemm, m, tiles, us, load, arrays))
+            at_least = np.array([row.at_least for row in rows])
+            launches.append(Launches(gemm, m, tiles, us, load, arrays, at_least))
     return Recorded(path.stem, table.problem, device, routing, launches)
 
 
@@ -90,16 +94,7 @@ def regrets(table: Recorded, one: Launches, predicted: Array) -> list[float]:
 
 def rank_correlation(one: Launches, predicted: Array) -> float:
     """Return Spearman's correlation over all tiles, those far from the best included."""
-    return float(np.corrcoef(_ranks(predicted), _ranks(one.us))[0, 1])
-
-
-def _ranks(values: Array) -> Array:
-    order = np.argsort(values, kind="stable")
-    ranks = np.empty(len(values))
-    ranks[order] = np.arange(len(values))
-    # Equal values share their mean rank: tiles that differ in GROUP_SIZE_M alone have equal predictions.
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return np.asarray((np.bincount(inverse, ranks) / counts)[inverse])
+    return spearman(predicted, one.us)
 
 
 def geomean(values: list[float]) -> float:

@@ -103,7 +103,7 @@ def main() -> int:
         arch = find_device(table.device_name).arch if args.model == "stored" else 120
         fitted = unseen(path, args.tables) if args.model == "unseen" else card_class(arch)
         for seed in (int(part) for part in args.seeds.split(",")):
-            with mock.patch.object(model, "card_class", lambda _arch, fitted=fitted: fitted):
+            with mock.patch.object(model, "fitted_class", lambda _device, fitted=fitted: fitted):
                 found = evaluate(table, args.trials, seed, args.sglang)
             values = list(found["regret"].values())
             every += values

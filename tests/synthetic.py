@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sm120tune.accuracy import ErrorMeasure
-from sm120tune.compiler import ActivationVariant, CompileSpec, TileFacts
+from sm120tune.compiler import CompileSpec, TileFacts
 from sm120tune.devices import DEFAULT_DEVICE_NAME, find_device
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job, Settings
@@ -26,6 +26,7 @@ from sm120tune.search.board import halves
 from sm120tune.search.journal import Journal
 from sm120tune.search_space import staged_shared_bytes
 from sm120tune.tiles import Tile, TilePair
+from sm120tune.upstream.arguments import Variant
 
 SMALL = MoEProblem(experts=16, intermediate=256, hidden=512, topk=2, router_experts=16)
 
@@ -176,7 +177,7 @@ class StubPool:
         """Nothing to end."""
 
     def _facts(self, spec: CompileSpec) -> TileFacts:
-        if isinstance(spec.variant, ActivationVariant):
+        if not isinstance(spec.variant, Variant):
             return TileFacts(0, 32, 0, 4)
         tile = spec.variant.tile
         return TileFacts(staged_shared_bytes(tile, spec.problem.quantization), 128, 0, tile.num_warps)

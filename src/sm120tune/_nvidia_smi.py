@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from collections import Counter
@@ -43,6 +44,40 @@ def query(timeout_s: float) -> dict[str, Reading]:
 def common_driver(readings: Mapping[str, Reading]) -> str:
     """Return the driver version, which all GPUs of a machine share."""
     return next((reading.driver for reading in readings.values()), UNKNOWN_DRIVER)
+
+
+_CLOCKS = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "max_sm_mhz": "clocks.max.sm",
+    "max_memory_mhz": "clocks.max.mem",
+    "power_w": "power.draw",
+    "power_limit_w": "power.limit",
+    "temperature_c": "temperature.gpu",
+}
+
+
+def clocks(uuid: str, timeout_s: float) -> dict[str, float] | None:
+    """Return one GPU's clocks, power and temperature at this moment; None where nvidia-smi does not say.
+
+    A figure that the card does not report is left out.
+    """
+    program = shutil.which("nvidia-smi")
+    rows = None if program is None else _table(program, f"--query-gpu=uuid,{','.join(_CLOCKS.values())}", timeout_s)
+    row = next((row for row in rows or [] if row[0] == uuid and len(row) == 1 + len(_CLOCKS)), None)
+    if row is None:
+        return None
+    read = {name: _number(cell) for name, cell in zip(_CLOCKS, row[1:], strict=True)}
+    return {name: value for name, value in read.items() if value is not None} or None
+
+
+def _number(cell: str) -> float | None:
+    try:
+        value = float(cell)
+    except ValueError:
+        # "[N/A]", "[Not Supported]"
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _table(program: str, what: str, timeout_s: float) -> list[list[str]] | None:

@@ -13,7 +13,7 @@ from sm120tune.compiler.spec import within_limits
 from sm120tune.errors import UserError
 from sm120tune.failures import Failure
 from sm120tune.job import Job
-from sm120tune.measure.cost_constants import card_class
+from sm120tune.measure.cost_constants import fitted_class
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import GemmRequest, RaceRequest
 from sm120tune.search.race import Ratio, compare, compare_estimates
@@ -150,7 +150,7 @@ async def _race(job: Job, lane: Timer, m: int, a: TilePair, b: TilePair) -> Comp
         for one in lanes:
             samples[one.pair] += one.samples_us
     if estimated and a != b:
-        ratio = compare_estimates(samples[a][0], samples[b][0], card_class(job.device.arch).margin(m))
+        ratio = compare_estimates(samples[a][0], samples[b][0], fitted_class(job.device).margin(m, job.problem.dtype))
     else:
         ratio = Ratio(1.0, 1.0, 1.0) if a == b else compare(samples[a], samples[b])
     return Compared(m, a, b, statistics.median(samples[a]), statistics.median(samples[b]), ratio)

@@ -31,6 +31,7 @@ __all__ = [
     "known_devices",
     "load_device_spec",
     "local_gpus",
+    "same_card",
 ]
 
 DEFAULT_DEVICE_NAME = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
@@ -79,6 +80,11 @@ def load_device_spec(path: str | Path) -> DeviceSpec:
         raise UserError(f"--device-spec {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise UserError(f"--device-spec {path}: {error}; give the fields of a DeviceSpec as one JSON object") from None
+
+
+def same_card(one: str, other: str) -> bool:
+    """Whether two names are of one card, blanks or underscores and any case."""
+    return _key(one) == _key(other)
 
 
 def _key(name: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sm120tune.devices import DeviceSpec
 from sm120tune.errors import UserError
-from sm120tune.measure.cost_constants import card_class
+from sm120tune.measure.cost_constants import fitted_class
 from sm120tune.measure.cost_terms import terms
 from sm120tune.measure.model import (
     estimate_gemm,
@@ -71,7 +71,7 @@ def explain(problem: MoEProblem, gemm: Gemm, tile: Tile, m: int, device: DeviceS
         )
     arrays = tile_arrays([tile], [facts], device)
     load = gemm_load(problem, gemm, m, routing, arrays.block_m)
-    found = terms(load, arrays, device, card_class(device.arch).constants)
+    found = terms(load, arrays, device, fitted_class(device).constants)
     estimate = estimate_gemm(problem, gemm, tile, m, device, facts, routing)
     row_blocks = float(np.max(load.row_blocks))
     blocks = row_blocks * math.ceil(float(np.max(load.n)) / tile.BLOCK_SIZE_N)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from sm120tune.compiler import ActivationVariant, CompileSpec, Limits
 from sm120tune.compiler.spec import AnyVariant, KernelSource, QuantizeVariant
 from sm120tune.devices import DeviceSpec, LocalGPU
+from sm120tune.measure.cost_constants import version_for
 from sm120tune.measure.lane import TimerName
-from sm120tune.measure.model import MODEL_VERSION
 from sm120tune.measure.roofline import chain_work, floor_us
 from sm120tune.measure.routing import Routing
 from sm120tune.measure.table import Table
@@ -176,7 +176,7 @@ class Job:
             "kernel_source": self.source_hash,
             "space": space,
             "timer": self.timer,
-            "answers": {"cuda": "", "model": MODEL_VERSION, "replay": self.table_hash()}[self.timer],
+            "answers": {"cuda": "", "model": version_for(self.device), "replay": self.table_hash()}[self.timer],
             "routing": str(self.routing),
             "seed": self.settings.seed,
         }

@@ -32,6 +32,7 @@ __all__ = [
     "loads",
     "merge",
     "merge_conflict",
+    "problem_from_json",
 ]
 
 SCHEMA_VERSION = 1
@@ -111,7 +112,7 @@ class FileProvenance:
             schema_version=schema_version,
             tool_version=file.text("tool_version"),
             kind=file.text("kind"),
-            problem=_problem_from_json(file.take("problem")),
+            problem=problem_from_json(file.take("problem")),
             device=device,
             versions=versions,
             kernel_source_hash=file.text("kernel_source_hash"),
@@ -185,7 +186,8 @@ def merge(old: FileProvenance, new: FileProvenance, superseded: frozenset[int] =
 
 def _run(file: FileProvenance) -> str:
     versions = ", ".join(f"{name} {file.versions[name]}" for name in sorted(file.versions))
-    return f"earlier run: driver {file.device.get('driver')}, {versions}, sm120tune {file.tool_version}"
+    model = f", model {file.search['model']}" if "model" in file.search else ""
+    return f"earlier run: driver {file.device.get('driver')}, {versions}, sm120tune {file.tool_version}{model}"
 
 
 def _add_note(note: str, more: str) -> str:
@@ -196,7 +198,8 @@ def _routings(file: FileProvenance) -> str:
     return ", ".join(sorted({row.routing for row in file.rows}))
 
 
-def _problem_from_json(data: object) -> MoEProblem:
+def problem_from_json(data: object) -> MoEProblem:
+    """Rebuild a layer that a file holds; raises ValueError naming the field."""
     problem = Fields(data, "problem.")
     for key in ("experts", "intermediate", "hidden", "topk", "router_experts", "shared_experts"):
         problem.integer(key)

@@ -15,6 +15,7 @@ from sm120tune.devices import (
     find_device,
     load_device_spec,
     local_gpus,
+    same_card,
 )
 from sm120tune.errors import UserError
 from sm120tune.install.originals import originals
@@ -69,7 +70,7 @@ def resolve_card(request: CardRequest) -> Card:
         return Card(find_device(request.device), (), "model")
     local = _chosen(local_gpus(), request.gpus)
     if request.device is not None:
-        local = tuple(gpu for gpu in local if _same_name(gpu.spec.name, request.device))
+        local = tuple(gpu for gpu in local if same_card(gpu.spec.name, request.device))
     if not local:
         if request.timer == "cuda":
             wanted = f"no {request.device}" if request.device else "no GPU that torch can use"
@@ -85,10 +86,6 @@ def resolve_card(request: CardRequest) -> Card:
     if request.timer == "model":
         return Card(first, (), "model")
     return Card(first, local, "cuda")
-
-
-def _same_name(one: str, other: str) -> bool:
-    return one.replace("_", " ").lower() == other.replace("_", " ").lower()
 
 
 def _chosen(gpus: tuple[LocalGPU, ...], text: str | None) -> tuple[LocalGPU, ...]:

@@ -13,7 +13,7 @@ from sm120tune.accuracy import ErrorMeasure, is_correct
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
-from sm120tune.measure.cost_constants import card_class
+from sm120tune.measure.cost_constants import fitted_class
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import RaceRequest, VerifyRequest
 from sm120tune.provenance import RowProvenance, RowStatus
@@ -128,7 +128,9 @@ class Settler:
             return
         if self._job.timer == "model":
             winner_us, today_us = final.lanes[final.winner][0], final.lanes[final.runnable_today][0]
-            final.ratio = compare_estimates(winner_us, today_us, card_class(self._job.device.arch).margin(m))
+            final.ratio = compare_estimates(
+                winner_us, today_us, fitted_class(self._job.device).margin(m, self._job.problem.dtype)
+            )
             return
         samples: dict[TilePair, tuple[float, ...]] = {final.runnable_today: (), final.winner: ()}
         for look in LOOKS:

@@ -9,13 +9,14 @@ from pathlib import Path
 from sm120tune.errors import UserError
 
 
-def cache_root() -> Path:
-    """Return ``$XDG_CACHE_HOME/sm120tune`` (``~/.cache/sm120tune`` when unset), made if need be.
+def cache_folder() -> Path:
+    """Return ``$XDG_CACHE_HOME/sm120tune`` (``~/.cache/sm120tune`` when unset), which need not be there."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sm120tune"
 
-    Raises UserError when it cannot be written.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = Path(base) / "sm120tune"
+
+def cache_root() -> Path:
+    """Return :func:`cache_folder`, made if need be; raises UserError when it cannot be written."""
+    root = cache_folder()
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):

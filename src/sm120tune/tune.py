@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from sm120tune import __version__
@@ -16,6 +17,7 @@ from sm120tune.compiler.pool import CompilePool, VariantPool
 from sm120tune.devices import LocalGPU
 from sm120tune.errors import UserError
 from sm120tune.job import Job
+from sm120tune.measure.cost_constants import CalibratedSpec, version_for
 from sm120tune.measure.gpu_lane import GpuLane
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.memory import resident_experts, weight_copies
@@ -70,7 +72,7 @@ def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
         try:
             result = asyncio.run(Runner(job, pool, lanes, journal, observer, options.began).run())
         except* UserError as group:
-            raise _first(group) from None
+            raise first_error(group) from None
     finally:
         for lane in lanes:
             lane.stop()
@@ -89,7 +91,8 @@ def rows_to_merge(job: Job, output: Path) -> dict[int, TilePair]:
     return existing_rows(output, record, names, str(job.routing))
 
 
-def _first(group: BaseExceptionGroup[UserError]) -> UserError:
+def first_error(group: BaseExceptionGroup[UserError]) -> UserError:
+    """Return the first error of a group: tasks of one run fail of the same thing."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -121,19 +124,27 @@ def worker_setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
     )
 
 
+def _model(job: Job) -> dict[str, str]:
+    """Return the cost model's version where its times stand in rows, or where it was calibrated on the card."""
+    named = job.timer == "model" or isinstance(job.device, CalibratedSpec)
+    return {"model": version_for(job.device)} if named else {}
+
+
 def _fewer_experts(job: Job) -> dict[str, int]:
     """Return how many experts' weights were there, where memory did not suffice for all."""
     held = [resident_experts(job.problem, job.device.l2_bytes, gpu.free_bytes, job.largest_m) for gpu in job.gpus]
     return {"resident_experts": min(held)} if held and min(held) < job.problem.experts else {}
 
 
-def _record(job: Job, result: RunResult) -> FileProvenance:
-    from importlib.metadata import PackageNotFoundError, version
-
+def torch_version() -> str:
+    """Return the version of torch here, without importing it."""
     try:
-        torch_version = version("torch")
+        return version("torch")
     except PackageNotFoundError:
-        torch_version = "unknown"
+        return "unknown"
+
+
+def _record(job: Job, result: RunResult) -> FileProvenance:
     return FileProvenance(
         tool_version=__version__,
         kind=job.kind,
@@ -143,7 +154,7 @@ def _record(job: Job, result: RunResult) -> FileProvenance:
             "capability": list(job.device.capability),
             "driver": ", ".join(sorted({gpu.driver for gpu in job.gpus})) or "none",
         },
-        versions={"torch": torch_version, "triton": job.triton_version, "sglang": job.tree.version},
+        versions={"torch": torch_version(), "triton": job.triton_version, "sglang": job.tree.version},
         kernel_source_hash=job.source_hash,
         search={
             "search": "exhaustive" if job.settings.exhaustive else "optuna",
@@ -152,6 +163,7 @@ def _record(job: Job, result: RunResult) -> FileProvenance:
             "seed": job.settings.seed,
             "space": job.identity()["space"],
             "gpus": len(job.gpus),
+            **_model(job),
             **_fewer_experts(job),
             "seconds": {name: round(value, 1) for name, value in result.seconds.items()},
             "compiled": result.compiled,

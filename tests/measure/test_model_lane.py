@@ -9,8 +9,9 @@ import pytest
 from sm120tune.compiler import TileFacts
 from sm120tune.devices import DEFAULT_DEVICE_NAME, find_device
 from sm120tune.failures import Failure, FailureKind
+from sm120tune.measure.cost_constants import model_version
 from sm120tune.measure.lane import read_timing
-from sm120tune.measure.model import MODEL_VERSION, estimate_gemm
+from sm120tune.measure.model import estimate_gemm
 from sm120tune.measure.model_lane import ModelLane
 from sm120tune.measure.results import (
     Estimated,
@@ -96,7 +97,7 @@ def test_nothing_can_be_checked_without_the_card() -> None:
 
 def test_the_name_says_that_it_is_a_model() -> None:
     model = lane()
-    assert MODEL_VERSION in model.name
+    assert model_version() in model.name
     assert CARD.name in model.name
     assert model.timer == "model"
     model.stop()

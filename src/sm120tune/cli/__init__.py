@@ -19,7 +19,7 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 _IMPLICIT = "tune"
-_COMMANDS = ("tune", "check", "explain", "install", "uninstall", "list", "verify", "convert", "compare")
+_COMMANDS = ("tune", "check", "explain", "install", "uninstall", "list", "verify", "convert", "compare", "calibrate")
 """Each is ``NAME_command`` in the module of its name, if _MODULES has no other."""
 _MODULES = {"list": "installed"}
 """A module named list would hide the built-in one in here."""

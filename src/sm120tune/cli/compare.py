@@ -13,7 +13,8 @@ from typing import Any, cast
 import click
 from rich.table import Table
 
-from sm120tune.cli.options import batch_sizes
+from sm120tune.calibrate.applied import calibrated
+from sm120tune.cli.options import batch_sizes, calibration_option
 from sm120tune.cli.report import ratio_cells, result_console
 from sm120tune.compare import Compared, Mix, Serves, compare_ladders, parse_mix, uniform_mix
 from sm120tune.compiler.cache import CompileCache
@@ -22,6 +23,7 @@ from sm120tune.convert import Layer, Source, from_sglang
 from sm120tune.devices import busy_reason
 from sm120tune.errors import UserError
 from sm120tune.job import Job, Settings
+from sm120tune.measure.cost_constants import CalibratedSpec, version_for
 from sm120tune.measure.lane import Timer, TimerName
 from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
 from sm120tune.problem import check_batch_sizes
@@ -45,6 +47,7 @@ class _Options:
     mix: str | None
     routing: str
     timer: str | None
+    calibration: str | None
     gpus: str | None
     seed: int
     sglang: Path | None
@@ -66,6 +69,7 @@ class _Options:
 @click.option("--mix", help="How often each M is called, as M:SHARE,…  [default: every M alike]")
 @click.option("--routing", default="uniform", help=f"{ROUTING_CHOICES}.")
 @click.option("--timer", type=click.Choice(["cuda", "model"]), help="[default: cuda where the card is here]")
+@calibration_option
 @click.option("--gpus", help="Which local GPU to use, for example 1.  [default: the first]")
 @click.option("--seed", type=int, default=200, help="Seed of data and routing.")
 @click.option(
@@ -128,7 +132,7 @@ def _second(path: Path, a: Source) -> Source:
 def _job(options: _Options, a: Source, sizes: tuple[int, ...]) -> Job:
     card = resolve_card(CardRequest(a.device_name, None, options.gpus, cast("TimerName | None", options.timer)))
     # Both sides take turns on one GPU.
-    card = replace(card, gpus=card.gpus[:1])
+    card = replace(card, gpus=card.gpus[:1], spec=calibrated(card.spec, options.calibration))
     for gpu in card.gpus:
         busy = busy_reason(gpu)
         if busy is not None:
@@ -181,7 +185,8 @@ def _mixed(rows: list[Compared], mix: Mix) -> tuple[float | None, float | None]:
 
 def _show(options: _Options, job: Job, rows: list[Compared], mix: Mix) -> None:
     console = result_console()
-    how = "measured" if job.timer == "cuda" else "ESTIMATED, not measured"
+    by = f" (model {version_for(job.device)})" if isinstance(job.device, CalibratedSpec) else ""
+    how = "measured" if job.timer == "cuda" else f"ESTIMATED, not measured{by}"
     table = Table(title=f"{job.problem} on {job.device.name}, {how}", title_justify="left", box=None, pad_edge=False)
     for column in ("M", "A", "B", "ratio", "interval", "A is", "A's rows", "B's rows"):
         table.add_column(
@@ -219,6 +224,7 @@ def _document(options: _Options, job: Job, rows: list[Compared], mix: Mix) -> di
         "problem": job.problem.to_json(),
         "device": job.device.name,
         "timer": job.timer,
+        **({"model": version_for(job.device)} if job.timer == "model" else {}),
         "rows": [row.to_json() for row in rows],
         "mix": {
             "shares": {str(m): share for m, share in mix.shares.items()},

@@ -8,11 +8,13 @@ from pathlib import Path
 import click
 
 from sm120tune._jsonfile import read_object
+from sm120tune.calibrate.applied import calibrated
 from sm120tune.check.names import parse_name
+from sm120tune.cli.options import calibration_option
 from sm120tune.devices import find_device
 from sm120tune.errors import UserError
 from sm120tune.explain import Explained, best_tile, explain
-from sm120tune.measure.cost_constants import model_version
+from sm120tune.measure.cost_constants import version_for
 from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
 from sm120tune.problem import Gemm, MoEProblem, check_batch_sizes
 from sm120tune.quantization import UNQUANTIZED
@@ -26,10 +28,18 @@ from sm120tune.tiles import Tile
 @click.option("--hidden", type=int, required=True, help="Hidden size; the file does not hold it.")
 @click.option("--topk", type=int, required=True, help="Experts per token; the file does not hold it.")
 @click.option("--device", help="Another card than the file's.  [default: the file's]")
+@calibration_option
 @click.option("--routing", default="uniform", help=f"{ROUTING_CHOICES}.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def explain_command(
-    config: Path, m: int, hidden: int, topk: int, device: str | None, routing: str, as_json: bool
+    config: Path,
+    m: int,
+    hidden: int,
+    topk: int,
+    device: str | None,
+    calibration: str | None,
+    routing: str,
+    as_json: bool,
 ) -> int:
     """Say why the rows that SGLang would use at M take as long as the cost model expects; nothing is measured."""
     name = parse_name(config.name)
@@ -42,7 +52,7 @@ def explain_command(
     problem = MoEProblem.from_parallelism(
         experts=name.experts, tp=1, inter=name.intermediate, hidden=hidden, topk=topk, dtype=problem.dtype
     )
-    card, how = find_device(device or name.device), parse_routing(routing)
+    card, how = calibrated(find_device(device or name.device), calibration), parse_routing(routing)
     up_path = config.with_name(name.partner()) if name.down else config
     down_path = config if name.down else config.with_name(name.partner())
     up = _row(up_path, m)
@@ -53,9 +63,9 @@ def explain_command(
         found[gemm] = (explain(problem, gemm, tile, m, card, how), explain(problem, gemm, fastest, m, card, how))
     if as_json:
         document = {gemm.value: {"row": row.to_json(), "best": best.to_json()} for gemm, (row, best) in found.items()}
-        print(json.dumps({"model": model_version(), "card": card.name, "m": m, **document}, indent=1))
+        print(json.dumps({"model": version_for(card), "card": card.name, "m": m, **document}, indent=1))
         return 0
-    print(f"{problem}, M={m}, routing {how}, {card.name}: ESTIMATES of model {model_version()}, nothing was measured")
+    print(f"{problem}, M={m}, routing {how}, {card.name}: ESTIMATES of model {version_for(card)}, nothing was measured")
     for gemm, (row, best) in found.items():
         print(f"{gemm}: {row.us / best.us:.2f} times the model's best with BLOCK_SIZE_M {row.tile.BLOCK_SIZE_M}")
         for line in (*_lines("row", row), *_lines("best", best)):

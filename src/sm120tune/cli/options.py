@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,8 +33,12 @@ def place_options(command: _F) -> _F:
 
 def quantization_options(command: _F) -> _F:
     """Add the options that say how weights and activations are quantized."""
+    return click.option("--dtype", default="bf16", help=f"One of {', '.join(DTYPES)}.")(scale_options(command))
+
+
+def scale_options(command: _F) -> _F:
+    """Add the options that say what a quantized dtype's scales belong to."""
     options = (
-        click.option("--dtype", default="bf16", help=f"One of {', '.join(DTYPES)}."),
         click.option(
             "--block-shape", help="Block of a block-wise checkpoint, for example 128,128.  [default: no blocks]"
         ),
@@ -48,6 +53,24 @@ def quantization_options(command: _F) -> _F:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def calibration_option(command: _F) -> _F:
+    """Add ``--calibration``: what :func:`sm120tune.calibrate.applied.calibrated` is given."""
+    return click.option(
+        "--calibration",
+        metavar="FILE",
+        help="Calibration of the card for the cost model, or none.  [default: the one that calibrate --apply kept]",
+    )(command)
+
+
+def check_folder(option: str, folder: Path, *, writes: bool) -> None:
+    """Raise UserError where a folder cannot be made or, if the command ``writes``, written to."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink()), None)
+    if there is not None and not there.is_dir():
+        raise UserError(f"{option} {folder}: {there} is a file; give a folder")
+    if there is not None and writes and not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{option} {folder}: {there} cannot be written to; choose another folder")
 
 
 def scale_shape(block: str | None, group_size: int | None) -> tuple[int, int] | None:

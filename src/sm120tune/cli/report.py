@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sm120tune.job import Job
+from sm120tune.measure.cost_constants import CalibratedSpec, version_for
 from sm120tune.provenance import RowProvenance, RowStatus
 from sm120tune.search.race import Ratio
 from sm120tune.search_space import count_tiles
@@ -57,6 +58,8 @@ def show_job(out: Console, job: Job, output: Path) -> None:
         "cuda": f"{len(job.gpus)} GPU(s)",
     }[job.timer]
     out.print(f"card: {job.device.name} (SM{job.device.arch}), {how}")
+    if isinstance(job.device, CalibratedSpec):
+        out.print(f"model: {version_for(job.device)}, calibrated on this card")
     out.print(f"SGLang {job.tree.version} at {job.tree.package}, Triton {job.triton_version}")
     out.print(f"target: {output / job.kind / 'configs' / f'triton_{version}'}/")
     out.print(f"  {up}\n  {down}")

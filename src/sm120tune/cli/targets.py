@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from sm120tune.cli.model import check_served_here, model_lines, require_tunable
+from sm120tune.cli.model import check_no_numbers, check_served_here, model_lines, require_tunable
 from sm120tune.cli.options import integers, scale_shape
 from sm120tune.errors import UserError
+from sm120tune.measure.table import Table, read_table
 from sm120tune.models import load_model
 from sm120tune.problem import MoEProblem
 
@@ -93,6 +94,21 @@ class LayerOptions:
                 f"E={problem.experts + 1}; --shared-experts 1 makes that file"
             )
         return lines
+
+
+def replay_table(timer: str | None, *brought: str) -> Table | None:
+    """Return the recorded table that ``--timer replay:FILE`` names, None for another timer.
+
+    ``brought`` are options that it brings beside the numbers of the layer. Raises UserError for one of them, and for a
+    file that is no table.
+    """
+    kind, _, file = (timer or "").partition(":")
+    if kind != "replay":
+        return None
+    if not file:
+        raise UserError("--timer replay needs a file: --timer replay:bench/tables/….parquet")
+    check_no_numbers("--timer replay:FILE", *brought)
+    return read_table(Path(file))
 
 
 def parse_tp(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 import click
 
+from sm120tune.calibrate.applied import calibrated
 from sm120tune.cli import report
 from sm120tune.cli.model import check_no_numbers, model_options
-from sm120tune.cli.options import batch_sizes, quantization_options
+from sm120tune.cli.options import batch_sizes, calibration_option, check_folder, quantization_options
 from sm120tune.cli.progress import make_observer
-from sm120tune.cli.targets import DEFAULT_HIDDEN, DEFAULT_TOPK, LayerOptions, Target, parse_tp, read_jobs
+from sm120tune.cli.targets import (
+    DEFAULT_HIDDEN,
+    DEFAULT_TOPK,
+    LayerOptions,
+    Target,
+    parse_tp,
+    read_jobs,
+    replay_table,
+)
 from sm120tune.devices import busy_reason, find_device
 from sm120tune.errors import UserError
 from sm120tune.job import Job, Settings
 from sm120tune.measure.lane import TimerName
 from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
-from sm120tune.measure.table import Table, read_table
+from sm120tune.measure.table import Table
 from sm120tune.problem import DEFAULT_BATCH_SIZES
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.tune import Outcome, RunOptions, rows_to_merge, tune
@@ -48,6 +56,7 @@ class TuneOptions:
     search: str
     seed: int
     timer: str | None
+    calibration: str | None
     keys: str
     routing: str
     workers: int | None
@@ -110,6 +119,7 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
     help="cuda (measure), model (estimate) or replay:FILE (a recorded table, which brings problem, card and M).  "
     "[default: cuda where the card is here]",
 )
+@calibration_option
 @click.option(
     "--keys",
     type=click.Choice(["all", "auto"]),
@@ -142,6 +152,8 @@ def _tune(options: TuneOptions, began: float) -> int:
         targets, sizes, routing = _targets(options), options.batch_sizes, parse_routing(options.routing)
         timer = cast("TimerName | None", options.timer)
         card = resolve_card(CardRequest(options.device, options.device_spec, options.gpus, timer))
+    # A replay is the same for everyone: what was applied on this machine does not count.
+    card = replace(card, spec=calibrated(card.spec, options.calibration, applied=table is None))
     settings = Settings(
         trials=options.trials if options.trials is not None else DEFAULT_TRIALS[card.timer],
         exhaustive=options.search == "exhaustive",
@@ -215,15 +227,10 @@ def _check_file_names(jobs: list[Job]) -> None:
 
 
 def _table(options: TuneOptions) -> Table | None:
-    kind, _, file = (options.timer or "").partition(":")
-    if kind != "replay":
-        if options.timer not in {None, "cuda", "model"}:
-            raise UserError(f"--timer {options.timer} is unknown; choose cuda, model or replay:FILE")
-        return None
-    if not file:
-        raise UserError("--timer replay needs a file: --timer replay:bench/tables/….parquet")
-    check_no_numbers("--timer replay:FILE", *_RECORDED)
-    return read_table(Path(file))
+    table = replay_table(options.timer, *_RECORDED)
+    if table is None and options.timer not in {None, "cuda", "model"}:
+        raise UserError(f"--timer {options.timer} is unknown; choose cuda, model or replay:FILE")
+    return table
 
 
 def _check_numbers(options: TuneOptions) -> None:
@@ -235,12 +242,7 @@ def _check_numbers(options: TuneOptions) -> None:
         raise UserError(f"--workers must be at least 1, not {options.workers}")
     if options.seed < 0:
         raise UserError(f"--seed must be 0 or more, not {options.seed}")
-    folders = (options.output, *options.output.absolute().parents)
-    there = next((path for path in folders if path.exists() or path.is_symlink()), None)
-    if there is not None and not there.is_dir():
-        raise UserError(f"--output {options.output}: {there} is a file; give a folder")
-    if there is not None and not options.dry_run and not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"--output {options.output}: {there} cannot be written to; choose another folder")
+    check_folder("--output", options.output, writes=not options.dry_run)
 
 
 def _warn_if_busy(card: Card) -> None:

@@ -1,4 +1,4 @@
-"""The cost model's constants: what each means, and those that were fitted for each class of cards."""
+"""The cost model's constants: what each means, those fitted for each class of cards, and a calibrated card's own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import functools
 import importlib.resources
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from sm120tune.devices import DeviceSpec
 from sm120tune.measure.correction import Correction
+
+if TYPE_CHECKING:
+    from sm120tune.measure.occupancy import Device
 
 _CLASSES = {9: "sm90"}
 _NEAREST_CLASS = "sm120"
@@ -69,9 +73,44 @@ class Constants:
     """Time of a block that only writes zeros for another rank's choices, µs."""
 
 
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "launch_us": (0.5, 6.0),
+    "bandwidth_share": (0.5, 1.0),
+    "short_row_loss": (0.01, 3.0),
+    "short_row_growth": (0.001, 1.0),
+    "tensor_share": (0.2, 1.0),
+    "tensor_share_wgmma": (0.3, 1.0),
+    "tensor_share_fp8": (0.3, 1.0),
+    "serial_share": (0.01, 3.0),
+    "overlap": (1.2, 10.0),
+    "step_overlap": (1.2, 10.0),
+    "hot_share": (0.2, 1.5),
+}
+"""Where physics or the formula's form sets a limit to a fit."""
+
+
+@dataclass(frozen=True)
+class MeasuredMargins:
+    """Errors of estimates that a calibration measured on a card, for layers of one dtype."""
+
+    dtype: str
+    errors: tuple[tuple[int, float], ...]
+    """(M, relative error at the 90th percentile on tiles that were not fitted), ascending in M."""
+
+    def at(self, m: int) -> float:
+        """Return the larger error of the measured M on either side, or of the nearest one beyond the ends."""
+        below = [error for at, error in self.errors if at <= m][-1:]
+        above = [error for at, error in self.errors if at >= m][:1]
+        return max(below + above)
+
+    def covers(self, m: int, dtype: str | None) -> bool:
+        """Whether M lies between measured ones of this dtype."""
+        return dtype == self.dtype and self.errors[0][0] <= m <= self.errors[-1][0]
+
+
 @dataclass(frozen=True)
 class CardClass:
-    """A fitted class of cards."""
+    """A fitted class of cards, or one calibrated card."""
 
     name: str
     constants: Constants
@@ -79,11 +118,41 @@ class CardClass:
     """Learned on residuals where an exhaustive table exists."""
     margins: tuple[tuple[int, float], ...]
     """(least M, relative error at the 90th percentile on problems that were not fitted), ascending in M."""
+    measured: MeasuredMargins | None = None
+    """What a calibration found on the card itself."""
 
-    def margin(self, m: int) -> float:
-        """Return by how much an estimated gain must exceed nothing at M: the model's error there."""
+    def margin(self, m: int, dtype: str | None = None) -> float:
+        """Return by how much an estimated gain must exceed nothing at M: the model's error there.
+
+        A calibrated card's own error counts for the dtype and the range of M that were measured; elsewhere it may
+        only widen that of the class.
+        """
         found = [error for least, error in self.margins if least <= m]
-        return found[-1] if found else max(error for _, error in self.margins)
+        of_class = found[-1] if found else max(error for _, error in self.margins)
+        if self.measured is None:
+            return of_class
+        error = self.measured.at(m)
+        return error if self.measured.covers(m, dtype) else max(error, of_class)
+
+
+@dataclass(frozen=True)
+class CalibratedSpec(DeviceSpec):
+    """A card with constants of its own; wherever a card is estimated they stand for its class's."""
+
+    fitted: CardClass = field(kw_only=True, compare=False)
+    calibration: str = field(kw_only=True)
+    """What tells this calibration from another; part of the model's version."""
+
+
+def fitted_class(device: Device) -> CardClass:
+    """Return what estimates of a card are made with: its own calibration, or its class."""
+    return device.fitted if isinstance(device, CalibratedSpec) else card_class(device.arch)
+
+
+def version_for(device: Device) -> str:
+    """Return the version of formula and constants for a card; that of a calibrated one says so."""
+    calibrated = f"+calibrated.{device.calibration}" if isinstance(device, CalibratedSpec) else ""
+    return model_version() + calibrated
 
 
 def model_version() -> str:
@@ -91,13 +160,24 @@ def model_version() -> str:
     return str(_data()["version"])
 
 
+def formula_version() -> str:
+    """Return the version of the formula alone: constants of one formula mean nothing to another."""
+    return model_version().partition(".")[0]
+
+
 def card_class(arch: int) -> CardClass:
     """Return the class of a card by its architecture number (90, 120, 121 ...)."""
-    return _card_class(_CLASSES.get(arch // 10, _NEAREST_CLASS))
+    return named_class(_CLASSES.get(arch // 10, _NEAREST_CLASS))
+
+
+def class_names() -> tuple[str, ...]:
+    """Return the classes that were fitted."""
+    return tuple(_data()["classes"])
 
 
 @functools.cache
-def _card_class(name: str) -> CardClass:
+def named_class(name: str) -> CardClass:
+    """Return a class by its name; raises KeyError for one that is none of :func:`class_names`."""
     entry = _data()["classes"][name]
     correction = entry.get("correction")
     return CardClass(

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sm120tune.measure.cost_constants import card_class, model_version
+from sm120tune.measure.cost_constants import fitted_class
 from sm120tune.measure.cost_terms import Load, TileArrays, features, terms
 from sm120tune.measure.memory import expert_bytes
 from sm120tune.measure.occupancy import Device, TileFacts, blocks_per_sm, guess_facts, recorded_facts
 from sm120tune.measure.routing import Routing, tokens_per_expert
 from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.tiles import Tile
-
-MODEL_VERSION = model_version()
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def _evaluate(
     facts: Sequence[TileFacts],
     routing: Routing,
 ) -> tuple[npt.NDArray[np.float64], list[str]]:
-    fitted = card_class(device.arch)
+    fitted = fitted_class(device)
     arrays = tile_arrays(tiles, facts, device)
     load = gemm_load(problem, gemm, m, routing, arrays.block_m)
     found = terms(load, arrays, device, fitted.constants)

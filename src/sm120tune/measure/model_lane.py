@@ -8,8 +8,9 @@ from typing import TypeVar
 from sm120tune.compiler import TileFacts
 from sm120tune.devices import DeviceSpec
 from sm120tune.failures import Failure, FailureKind
+from sm120tune.measure.cost_constants import version_for
 from sm120tune.measure.lane import GemmTime, Offline, TimerName, answered
-from sm120tune.measure.model import MODEL_VERSION, estimate_gemm
+from sm120tune.measure.model import estimate_gemm
 from sm120tune.measure.results import Estimated, GemmRequest, RaceLane, RaceRequest
 from sm120tune.measure.roofline import activation_work
 from sm120tune.measure.routing import Routing
@@ -31,7 +32,7 @@ class ModelLane(Offline):
     @property
     def name(self) -> str:
         """The model's version and the card."""
-        return f"model {MODEL_VERSION} of {self._device.name}"
+        return f"model {version_for(self._device)} of {self._device.name}"
 
     @property
     def timer(self) -> TimerName:

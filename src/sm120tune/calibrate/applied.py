@@ -1,0 +1,80 @@
+"""Which calibration a card is estimated with: the one a person names, or the one that was applied here."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+from sm120tune.calibrate.file import Calibration, read_calibration
+from sm120tune.devices import DeviceSpec, same_card
+from sm120tune.errors import UserError
+from sm120tune.measure.cost_constants import CalibratedSpec, Constants, named_class
+from sm120tune.state import cache_folder
+
+NONE = "none"
+"""Named instead of a file: the class's constants, whatever was applied."""
+
+
+def applied_path(device_name: str) -> Path:
+    """Return where the applied calibration of a card lies, if there is one."""
+    return cache_folder() / "calibrations" / f"{device_name.replace(' ', '_')}.json"
+
+
+def calibrated(device: DeviceSpec, named: str | None, *, applied: bool = True) -> DeviceSpec:
+    """Return the card with its calibration: the file ``named``, else an applied one unless ``applied`` is off.
+
+    Raises UserError for a file that is damaged, or of another card.
+    """
+    if named == NONE:
+        return device
+    if named is not None:
+        return with_calibration(
+            device, read_calibration(Path(named), f"--calibration {named}"), f"--calibration {named}"
+        )
+    path = applied_path(device.name)
+    if not applied or not path.is_file():
+        return device
+    try:
+        return with_calibration(device, read_calibration(path, str(path)), str(path))
+    except UserError as error:
+        raise UserError(f"{error}; remove it, or calibrate again with --apply") from None
+
+
+def with_calibration(device: DeviceSpec, found: Calibration, named: str) -> CalibratedSpec:
+    """Return the card with the constants of a calibration; raises UserError where that is of another card.
+
+    Shares of a specified rate are carried over to this description's rate: the card reaches what it reached.
+    """
+    there = found.origin.device
+    if not same_card(there.name, device.name):
+        raise UserError(
+            f"{named} is of {there.name}, not of {device.name}; --calibration none takes its class's constants"
+        )
+    for what, one, other in (
+        ("capability", there.capability, device.capability),
+        ("sm_count", there.sm_count, device.sm_count),
+    ):
+        if one != other:
+            raise UserError(f"{named} is of a {there.name} with {what} {one}, this one has {other}")
+    if not found.model.margins:
+        raise UserError(f"{named} holds too few times to say anything of the card; calibrate again")
+    fitted = found.model.card_class(named_class(found.model.start), found.origin.problem.dtype)
+    fitted = replace(fitted, constants=_carried(fitted.constants, there, device))
+    return CalibratedSpec(
+        **{entry.name: getattr(device, entry.name) for entry in fields(DeviceSpec)},
+        fitted=fitted,
+        calibration=found.model.digest,
+    )
+
+
+def _carried(c: Constants, there: DeviceSpec, here: DeviceSpec) -> Constants:
+    memory, tensor = there.bandwidth / here.bandwidth, there.bf16_flops / here.bf16_flops
+    if memory == tensor == 1:
+        return c
+    return replace(
+        c,
+        bandwidth_share=c.bandwidth_share * memory,
+        tensor_share=c.tensor_share * tensor,
+        tensor_share_wgmma=c.tensor_share_wgmma * tensor,
+        tensor_share_fp8=c.tensor_share_fp8 * tensor,
+    )

@@ -1,0 +1,134 @@
+"""From measured times to constants, and to what they are worth on launches that they were not fitted on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sm120tune.calibrate.fit import OF_GEMMS, TOLD, Fit, fit, weights
+from sm120tune.calibrate.launches import Launch, Launches, launches_of
+from sm120tune.calibrate.quality import Array, Quality, left_out, quality
+from sm120tune.calibrate.timed import TimedTile
+from sm120tune.job import Job
+from sm120tune.measure.cost_constants import CardClass
+from sm120tune.measure.occupancy import binary_key
+
+FOLDS = 5
+LEAST_TILES = 10
+"""Tiles with times below which nothing is fitted."""
+_NEAR_WEIGHT = 0.5
+"""A margin is about tiles that may win: those up to fit.NEAR slower than the best."""
+_LEAST_NEAR = 8
+_NOTHING = 0.01
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Before: the class's constants. After: fits without what they predict, by tile and by M."""
+
+    before: Quality
+    unseen_tiles: Quality
+    unseen_m: Quality
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {
+            "before": self.before.to_json(),
+            "unseen_tiles": self.unseen_tiles.to_json(),
+            "unseen_m": self.unseen_m.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """What a calibration comes to."""
+
+    fitted: Fit
+    reasons: Mapping[str, str]
+    """Of every constant that kept its class's value: why."""
+    overall: Compared | None
+    """None where there were too few times."""
+    by_m: Mapping[int, Compared]
+    margins: tuple[tuple[int, float], ...]
+    """(M, error at the 90th percentile of tiles near the best, as unseen ones)."""
+
+
+def assess(timed: Sequence[TimedTile], job: Job, start: CardClass) -> Assessment:
+    """Fit, and predict every tile by a fit without it, and every M likewise."""
+    launches, us = usable_launches(timed, job)
+    keys = [binary_key(one.tile) for one in launches.each]
+    tiles = list(dict.fromkeys(keys))
+    few = f"fewer than {LEAST_TILES} tiles could be timed"
+    if len(tiles) < LEAST_TILES:
+        return _nothing(start, few)
+    weight = weights(launches, us)
+
+    def predict(shown: npt.NDArray[np.bool_]) -> Array:
+        found = fit(launches.where(shown), us[shown], weight[shown], start)
+        return launches.us(found.constants, start.correction)
+
+    before = launches.us(start.constants, start.correction)
+    fold_of = np.array([tiles.index(key) % FOLDS for key in keys])
+    unseen_tiles = left_out([fold_of == fold for fold in range(FOLDS)], predict)
+    sizes = np.array([one.m for one in launches.each])
+    each_m = sorted(set(sizes.tolist()))
+    unseen_m = left_out([sizes == m for m in each_m], predict) if len(each_m) > 1 else unseen_tiles
+
+    def compared(chosen: npt.NDArray[np.bool_]) -> Compared:
+        shown = launches.where(chosen)
+        return Compared(*(quality(shown, us[chosen], one[chosen]) for one in (before, unseen_tiles, unseen_m)))
+
+    found = fit(launches, us, weight, start)
+    reasons = _reasons(found)
+    if _loss(unseen_tiles, us, weight) >= _loss(before, us, weight):
+        reasons = dict.fromkeys(OF_GEMMS, "fits did not predict unseen tiles better than the class's constants")
+        found = replace(found, constants=start.constants, refitted=())
+        unseen_tiles = unseen_m = before
+    return Assessment(
+        found,
+        reasons,
+        compared(np.ones(len(us), dtype=bool)),
+        {m: compared(sizes == m) for m in each_m},
+        tuple((m, _margin((unseen_tiles / us)[sizes == m], weight[sizes == m])) for m in each_m),
+    )
+
+
+def usable_launches(timed: Sequence[TimedTile], job: Job) -> tuple[Launches, Array]:
+    """Return the launches that a fit may take, and their µs."""
+    each, us = [], []
+    for one in timed:
+        for gemm, (facts, time) in one.usable().items():
+            each.append(Launch(gemm, one.tile, one.m, facts))
+            us.append(time)
+    return launches_of(each, job.problem, job.device, job.routing), np.array(us)
+
+
+def _nothing(start: CardClass, why: str) -> Assessment:
+    nothing = Fit(start.constants, dict.fromkeys(OF_GEMMS, 0.0), ())
+    return Assessment(nothing, dict.fromkeys(OF_GEMMS, why), None, {}, ())
+
+
+def _reasons(found: Fit) -> dict[str, str]:
+    reasons = {}
+    for name in OF_GEMMS:
+        if name not in found.refitted:
+            little = f"the times tell less than {TOLD:.0%} of it"
+            reasons[name] = little if found.told[name] > _NOTHING else "the times do not depend on it"
+    return reasons
+
+
+def _loss(predicted: Array, us: Array, weight: Array) -> float:
+    """Return the weighted mean of the squared logarithmic error."""
+    return float(np.average(np.log(predicted / us) ** 2, weights=weight))
+
+
+def _margin(ratio: Array, weight: Array) -> float:
+    """Return the 90th percentile of the error of tiles near the best, of all where those are few."""
+    near = weight >= _NEAR_WEIGHT
+    if near.sum() < _LEAST_NEAR:
+        near = np.ones(len(ratio), dtype=bool)
+    return round(float(np.quantile(np.abs(ratio[near] - 1), 0.9)), 4)

@@ -1,0 +1,111 @@
+"""A whole calibration: choose tiles, measure them, fit, and judge the fit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sm120tune import __version__, _nvidia_smi
+from sm120tune.calibrate.assess import Assessment, assess
+from sm120tune.calibrate.choice import Chosen
+from sm120tune.calibrate.file import Calibration, Model, Origin
+from sm120tune.calibrate.measure import JOURNAL_SPACE, Clocks, Found, Measuring
+from sm120tune.compiler.cache import CompileCache
+from sm120tune.compiler.pool import CompilePool, VariantPool
+from sm120tune.errors import UserError
+from sm120tune.job import Job
+from sm120tune.measure.cost_constants import CardClass, formula_version, model_version
+from sm120tune.measure.lane import Timer
+from sm120tune.measure.replay import ReplayPool
+from sm120tune.observer import Observer
+from sm120tune.search.journal import Journal
+from sm120tune.state import cache_root
+from sm120tune.tune import first_error, make_lanes, torch_version
+
+_CLOCKS_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a calibration ends with."""
+
+    calibration: Calibration
+    assessment: Assessment
+    found: Found
+
+
+def calibrate(
+    job: Job, chosen: Sequence[Chosen], start: CardClass, observer: Observer, *, fresh: bool, workers: int | None
+) -> Result:
+    """Measure and fit; raises UserError, and KeyboardInterrupt with every finished tile in the journal."""
+    root = cache_root()
+    journal = Journal(root / "runs", _identity(job), fresh=fresh, space=JOURNAL_SPACE)
+    cache = CompileCache(root / "compile")
+    processes = workers or max(1, (os.cpu_count() or 1) - len(job.gpus))
+    pool: VariantPool = CompilePool(cache, processes) if job.table is None else ReplayPool(job.table)
+    lanes: list[Timer] = []
+    try:
+        lanes = make_lanes(job, cache, observer.event)
+        measuring = Measuring(job, pool, lanes[0], journal, observer, lambda: _clocks(job))
+        try:
+            found = asyncio.run(measuring.run(chosen))
+        except* UserError as group:
+            raise first_error(group) from None
+    finally:
+        for lane in lanes:
+            lane.stop()
+        pool.stop()
+    assessment = assess(found.timed, job, start)
+    return Result(_calibration(job, start, found, assessment), assessment, found)
+
+
+def _identity(job: Job) -> Mapping[str, Any]:
+    """Return what makes two calibrations one, for resuming; which tiles were asked for does not count."""
+    return {**job.identity(), "space": JOURNAL_SPACE}
+
+
+def _clocks(job: Job) -> Clocks | None:
+    return _nvidia_smi.clocks(job.gpus[0].uuid, _CLOCKS_TIMEOUT_S) if job.gpus else None
+
+
+def _calibration(job: Job, start: CardClass, found: Found, assessment: Assessment) -> Calibration:
+    table = {} if job.table is None else job.table.meta
+    drivers = [gpu.driver for gpu in job.gpus] or list(table.get("driver", ()))
+    origin = Origin(
+        tool_version=__version__,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        timer=job.timer,
+        device=job.device,
+        driver=", ".join(sorted(set(drivers))) or "unknown",
+        clocks=found.clocks,
+        versions={
+            "torch": torch_version() if job.table is None else "unknown",
+            "triton": job.triton_version,
+            "sglang": job.tree.version if job.table is None else str(table.get("sglang", "unknown")),
+        },
+        kernel_source_hash=job.source_hash,
+        problem=job.problem,
+        routing=str(job.routing),
+        seed=job.settings.seed,
+    )
+    model = Model(
+        formula=formula_version(),
+        start=start.name,
+        start_version=model_version(),
+        constants=assessment.fitted.constants,
+        refitted=assessment.fitted.refitted,
+        left=assessment.reasons,
+        correction=start.correction,
+        margins=assessment.margins,
+    )
+    quality = None
+    if assessment.overall is not None:
+        quality = {
+            "all": assessment.overall.to_json(),
+            "by_m": {str(m): one.to_json() for m, one in assessment.by_m.items()},
+        }
+    return Calibration(origin, model, quality, found.timed)

@@ -1,0 +1,188 @@
+"""The calibration file: read back as it was written, refused where it is damaged or of another card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_cards import CLASS, TRUTH, calibration_of
+from synthetic import SMALL
+
+from sm120tune.calibrate.applied import applied_path, calibrated, with_calibration
+from sm120tune.calibrate.file import Calibration, read_calibration
+from sm120tune.devices import DEFAULT_DEVICE_NAME, DeviceSpec, find_device
+from sm120tune.errors import UserError
+from sm120tune.measure.cost_constants import (
+    CalibratedSpec,
+    MeasuredMargins,
+    card_class,
+    fitted_class,
+    model_version,
+    version_for,
+)
+from sm120tune.measure.model import estimate_gemm
+from sm120tune.measure.routing import UNIFORM
+from sm120tune.problem import Gemm
+from sm120tune.tiles import Tile
+
+CARD = find_device(DEFAULT_DEVICE_NAME)
+OTHER = find_device("NVIDIA GeForce RTX 5090")
+FOUND = calibration_of(CARD)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "calibration.json"
+    path.write_text(FOUND.dumps())
+    return path
+
+
+def changed(file: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+    return file
+
+
+def test_it_comes_back_as_it_was_written(file: Path) -> None:
+    assert read_calibration(file, "it") == FOUND
+    assert read_calibration(file, "it").dumps() == FOUND.dumps()
+    lines = file.read_text().splitlines()
+    assert sum(line.lstrip().startswith('{"tile"') for line in lines) == len(FOUND.times)
+
+
+def test_a_correction_is_kept(tmp_path: Path) -> None:
+    of_class = card_class(90)
+    assert of_class.correction is not None
+    found = replace(FOUND, model=replace(FOUND.model, start="sm90", correction=of_class.correction))
+    path = tmp_path / "c.json"
+    path.write_text(found.dumps())
+    again = read_calibration(path, "it").model.correction
+    assert again is not None
+    assert again.to_json() == of_class.correction.to_json()
+
+
+def test_a_card_with_it_is_estimated_with_its_constants(file: Path) -> None:
+    card = calibrated(CARD, str(file))
+    assert isinstance(card, CalibratedSpec)
+    assert fitted_class(card).constants == TRUTH
+    assert fitted_class(CARD) == CLASS
+    assert (card.name, card.sm_count, card.arch) == (CARD.name, CARD.sm_count, CARD.arch)
+    tile = Tile(64, 64, 64, 1)
+    mine, of_class = (estimate_gemm(SMALL, Gemm.DOWN, tile, 64, one, None, UNIFORM).us for one in (card, CARD))
+    assert mine != pytest.approx(of_class, rel=0.05)
+
+
+def test_the_version_says_so(file: Path) -> None:
+    card = calibrated(CARD, str(file))
+    assert version_for(CARD) == model_version()
+    assert version_for(card) == f"{model_version()}+calibrated.{FOUND.model.digest}"
+    other = replace(FOUND.model, constants=replace(TRUTH, load_us=0.51))
+    assert other.digest != FOUND.model.digest
+
+
+def test_measured_margins_hold_for_the_dtype_and_the_range_that_were_measured(file: Path) -> None:
+    assert FOUND.model.margins == ((1, 0.2), (64, 0.05), (4096, 0.12))
+    mine = fitted_class(calibrated(CARD, str(file)))
+    assert [mine.margin(m, "bf16") for m in (1, 8, 64, 512, 4096)] == [0.2, 0.2, 0.05, 0.12, 0.12]
+    # Beyond, and for another dtype, it may only widen the class's.
+    assert mine.margin(16384, "bf16") == max(0.12, CLASS.margin(16384))
+    for m in (8, 64, 4096):
+        assert mine.margin(m, "fp8_w8a8") == max(mine.margin(m, "bf16"), CLASS.margin(m))
+    assert MeasuredMargins("bf16", ((8, 0.1),)).at(1) == MeasuredMargins("bf16", ((8, 0.1),)).at(99) == 0.1
+
+
+def test_shares_of_other_specified_rates_are_carried_over(file: Path) -> None:
+    faster = replace(CARD, bandwidth=CARD.bandwidth * 2, bf16_flops=CARD.bf16_flops / 2)
+    for gemm in Gemm:
+        mine, same = (
+            estimate_gemm(SMALL, gemm, Tile(64, 64, 64, 1), 4096, calibrated(one, str(file)), None, UNIFORM).us
+            for one in (faster, CARD)
+        )
+        assert mine == pytest.approx(same)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data.pop("kind"), 'it has no "kind"'),
+        (lambda data: data.update(schema_version=2), "schema_version is 2; this release reads 1"),
+        (lambda data: data["model"].update(formula="cost-0"), "model.formula is cost-0"),
+        (lambda data: data["model"].update(start="sm70"), "model.start must be one of sm90, sm120"),
+        (lambda data: data["model"]["constants"].pop("load_us"), "model.constants.load_us is missing"),
+        (lambda data: data["model"]["constants"].update(load_us=-1), "model.constants.load_us must be above 0"),
+        (lambda data: data["model"]["constants"].update(load_us="x"), "model.constants.load_us must be a finite"),
+        (lambda data: data["model"]["constants"].update(odd=1), "model.constants.odd is not a known field"),
+        (lambda data: data["model"].update(margins=[]), "model.margins is empty"),
+        (lambda data: data["model"].update(margins=[[8, 0.1], [1, 0.1]]), "model.margins must have ascending M"),
+        (lambda data: data["model"].update(margins=[[8, -0.1]]), "model.margins must be pairs"),
+        (lambda data: data["model"].update(margins=[["8", 0.1]]), "model.margins must be pairs"),
+        (lambda data: data["model"].update(refitted=["odd"]), "model.refitted has 'odd'"),
+        (lambda data: data["model"].update(correction={"mean": [1], "scale": [1], "weights": [1]}), "wrong sizes"),
+        (lambda data: data["origin"]["device"].update(sm_count=0), "sm_count must be an integer of at least 1"),
+        (lambda data: data["origin"]["problem"].pop("hidden"), "problem.hidden is missing"),
+        (lambda data: data["times"][0].pop("down"), "times[0].down is missing"),
+        (lambda data: data["times"][1]["tile"].pop("BLOCK_SIZE_M"), "row has no BLOCK_SIZE_M"),
+        (lambda data: data["times"][0]["down"].update(us=0), "times[0].down.us must be above 0"),
+        (lambda data: data.update(odd=1), "odd is not a known field"),
+    ],
+)
+def test_damage_is_one_line_that_names_it(file: Path, change: Callable[[dict[str, Any]], Any], words: str) -> None:
+    changed(file, change)
+    with pytest.raises(UserError, match=r"--calibration .* is no calibration that can be used: ") as caught:
+        calibrated(CARD, str(file))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"kind": NaN}', "{" * 100_000, '{"a": 1, "a": 2}'])
+def test_what_is_no_object_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(UserError, match="is no calibration that can be used"):
+        calibrated(CARD, str(tmp_path / "x.json"))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--calibration .*x\.json cannot be read: No such file"):
+        calibrated(CARD, str(tmp_path / "x.json"))
+
+
+@pytest.mark.parametrize(
+    ("card", "words"),
+    [
+        (OTHER, f"is of {CARD.name}, not of {OTHER.name}; --calibration none"),
+        (replace(CARD, sm_count=94), "with sm_count 188, this one has 94"),
+        (replace(CARD, capability=(12, 1)), r"with capability \(12, 0\), this one has \(12, 1\)"),
+    ],
+)
+def test_another_card_s_is_refused(file: Path, card: DeviceSpec, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        calibrated(card, str(file))
+
+
+def test_one_without_times_is_refused() -> None:
+    nothing = replace(FOUND, model=replace(FOUND.model, refitted=(), margins=()), quality=None)
+    with pytest.raises(UserError, match="too few times"):
+        with_calibration(CARD, Calibration.from_json(json.loads(nothing.dumps())), "x")
+
+
+def test_an_applied_one_is_used_for_its_card_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert calibrated(CARD, None) is CARD
+    assert not list(tmp_path.iterdir())
+    path = applied_path(CARD.name)
+    path.parent.mkdir(parents=True)
+    path.write_text(FOUND.dumps())
+    assert isinstance(calibrated(CARD, None), CalibratedSpec)
+    assert isinstance(calibrated(replace(CARD, name=CARD.name.replace(" ", "_")), None), CalibratedSpec)
+    assert calibrated(OTHER, None) is OTHER
+    assert calibrated(CARD, "none") is CARD
+    assert calibrated(CARD, None, applied=False) is CARD
+    path.write_text(FOUND.dumps()[:-100])
+    with pytest.raises(UserError, match="remove it, or calibrate again with --apply"):
+        calibrated(CARD, None)
+    assert calibrated(CARD, "none") is CARD
