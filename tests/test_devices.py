@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import sm120tune
+from sm120tune import _nvidia_smi
 from sm120tune.devices import (
     DEFAULT_DEVICE_NAME,
     LocalGPU,
@@ -323,6 +324,26 @@ def test_a_failing_nvidia_smi_is_no_obstacle(stand_in: Callable[[str], None], tm
     nvidia_smi(tmp_path, "Failed to initialize NVML\n", "", code=9)
     (gpu,) = local_gpus()
     assert (gpu.driver, gpu.utilization, gpu.processes) == ("unknown", None, None)
+
+
+def test_clocks_are_what_nvidia_smi_says_of_that_gpu(stand_in: Callable[[str], None], tmp_path: Path) -> None:
+    assert _nvidia_smi.clocks("GPU-a", 30) is None  # no nvidia-smi at all
+    nvidia_smi(
+        tmp_path, "GPU-a, 2422, 12481, 3090, [N/A], 310.52, 600.00, 61\nGPU-b, 180, 405, 3090, 14001, 9, 600, 30\n", ""
+    )
+    assert _nvidia_smi.clocks("GPU-a", 30) == {
+        "sm_mhz": 2422.0,
+        "memory_mhz": 12481.0,
+        "max_sm_mhz": 3090.0,
+        "power_w": 310.52,
+        "power_limit_w": 600.0,
+        "temperature_c": 61.0,
+    }
+    assert _nvidia_smi.clocks("MIG-c", 30) is None
+    nvidia_smi(tmp_path, "GPU-a, 1, 2\n", "")
+    assert _nvidia_smi.clocks("GPU-a", 30) is None
+    nvidia_smi(tmp_path, "Failed\n", "", code=9)
+    assert _nvidia_smi.clocks("GPU-a", 30) is None
 
 
 def test_a_card_without_room_for_a_context_is_busy_and_no_crash(stand_in: Callable[[str], None]) -> None:

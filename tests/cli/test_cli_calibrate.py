@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +112,25 @@ def test_json_has_before_and_after_and_a_second_run_resumes(command: InProcess, 
     fresh = command.run(*args, "--fresh").document
     assert fresh["resumed"] == 0
     assert len(card.lanes[2].gemms) == 180
+
+
+def test_an_interrupted_run_writes_nothing_and_goes_on(command: InProcess, card: MadeUp) -> None:
+    def interrupt(request: object) -> None:
+        if len(card.lanes) == 1 and len(card.lanes[0].checks) > 20:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    card.options = {"fault": interrupt}
+    args = arguments(command, "--batch-sizes", "1,64", "--quiet")
+    done = command.run(*args)
+    assert (done.code, done.out) == (130, "")
+    assert done.err.strip() == "interrupted; everything finished is saved, the same command goes on from there"
+    assert not list(command.line.folder.iterdir())
+    assert card.lanes[0].stopped
+    done = command.run(*args)
+    assert done.code == 0, done.err
+    assert " of 60 measured by an earlier run)" in done.out
+    assert 0 < len(card.lanes[1].checks) < 60
+    assert len(read(command.line.folder / FILE)["times"]) == 60
 
 
 def test_a_wrong_result_is_an_exit_code(command: InProcess, card: MadeUp) -> None:

@@ -50,12 +50,9 @@ def with_calibration(device: DeviceSpec, found: Calibration, named: str) -> Cali
         raise UserError(
             f"{named} is of {there.name}, not of {device.name}; --calibration none takes its class's constants"
         )
-    for what, one, other in (
-        ("capability", there.capability, device.capability),
-        ("sm_count", there.sm_count, device.sm_count),
-    ):
-        if one != other:
-            raise UserError(f"{named} is of a {there.name} with {what} {one}, this one has {other}")
+    if there.capability != device.capability:
+        ours, theirs = (".".join(map(str, card.capability)) for card in (device, there))
+        raise UserError(f"{named} is of a {there.name} with capability {theirs}, this one has {ours}")
     if not found.model.margins:
         raise UserError(f"{named} holds too few times to say anything of the card; calibrate again")
     fitted = found.model.card_class(named_class(found.model.start), found.origin.problem.dtype)

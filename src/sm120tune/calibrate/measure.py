@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from sm120tune.accuracy import ErrorMeasure
@@ -14,7 +15,7 @@ from sm120tune.compiler.spec import within_limits
 from sm120tune.errors import UserError
 from sm120tune.failures import Failure
 from sm120tune.job import Job
-from sm120tune.measure.lane import Timer
+from sm120tune.measure.lane import Timer, answered
 from sm120tune.measure.results import GemmRequest, Measured, VerifyRequest
 from sm120tune.observer import Observer
 from sm120tune.problem import Gemm
@@ -69,7 +70,8 @@ class Measuring:
         resumed = sum(found is not None for found in known.values())
         self._observer.phase("calibrate", len(known))
         self._half = (len(known) - resumed + 1) // 2
-        said = self._lane.prepare()
+        # Where nothing is left to measure no worker need be started.
+        said: Future[str | Failure] = self._lane.prepare() if resumed < len(known) else answered("")
         async with asyncio.TaskGroup() as group:
             # The compilers work while the lane still starts; requests to it wait in its queue.
             tiles = [

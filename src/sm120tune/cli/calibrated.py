@@ -93,7 +93,9 @@ def _counts(result: Result) -> str:
         isinstance(each.time, Measured) and each.time.stopped_early for one in timed for each in one.gemms.values()
     )
     slow = f", {rough} more only known as lower bounds" if rough else ""
-    return f"{len({one.tile for one in timed})} tiles, {usable} times{slow}, {right}; failures: {failed or 'none'}"
+    earlier = f" ({result.found.resumed} of {len(timed)} measured by an earlier run)" if result.found.resumed else ""
+    tiles = len({one.tile for one in timed})
+    return f"{tiles} tiles, {usable} times{slow}{earlier}, {right}; failures: {failed or 'none'}"
 
 
 def _cells(name: str, one: Compared) -> tuple[str, ...]:
