@@ -20,12 +20,15 @@ from sm120tune.measure.results import GemmRequest, Measured, VerifyRequest
 from sm120tune.observer import Observer
 from sm120tune.problem import Gemm
 from sm120tune.search.journal import Journal
+from sm120tune.spread import spread
 from sm120tune.tiles import Tile, TilePair
 from sm120tune.upstream.arguments import Variant
 
 JOURNAL_SPACE = "calibrate-1"
 """Names the journal's studies; changes with what :class:`TimedTile` keeps."""
 _CLOCKS = "clocks"
+_ACTIVE = 4
+"""Tiles under way at a time: while one waits for its check another is timed, and each is soon whole."""
 
 Clocks = Mapping[str, float]
 
@@ -72,18 +75,25 @@ class Measuring:
         self._half = (len(known) - resumed + 1) // 2
         # Where nothing is left to measure no worker need be started.
         said: Future[str | Failure] = self._lane.prepare() if resumed < len(known) else answered("")
+        for (tile, m), timed in known.items():
+            if timed is None:
+                # The compilers work while the lane still starts, and ahead of it.
+                for spec in self._job.chain_specs(m, TilePair.same(tile)):
+                    self._pool.submit(spec)
+        found: dict[Tile, list[TimedTile]] = {}
+
+        async def measure(one: Chosen, _lane: Timer) -> None:
+            found[one.tile] = await self._tile(one.tile, [(m, known[one.tile, m]) for m in sizes])
+
         async with asyncio.TaskGroup() as group:
-            # The compilers work while the lane still starts; requests to it wait in its queue.
-            tiles = [
-                group.create_task(self._tile(one.tile, [(m, known[one.tile, m]) for m in sizes])) for one in chosen
-            ]
+            group.create_task(spread(chosen, [self._lane], measure, cost=lambda _one: 1.0, active=_ACTIVE))
             answer = await asyncio.wrap_future(said)
             if isinstance(answer, Failure):
                 raise UserError(f"{self._lane.name}: cannot start ({answer.kind.value}: {answer.message})")
             if answer:
                 self._observer.event(f"{self._lane.name}: {answer}")
-        timed = tuple(one for task in tiles for one in task.result())
-        return Found(timed, resumed, self._journal.note(sizes[0], _CLOCKS))
+        timed_tiles = tuple(timed for one in chosen for timed in found[one.tile])
+        return Found(timed_tiles, resumed, self._journal.note(sizes[0], _CLOCKS))
 
     async def _tile(self, tile: Tile, at: Sequence[tuple[int, TimedTile | None]]) -> list[TimedTile]:
         found = []
