@@ -8,7 +8,8 @@ BLOCK_SIZE_M. The chosen pair is what the search ranks first by its noisy times.
 
 The cost model that gives the first candidates is fitted on the other tables, so that it never saw the one searched
 (needs scipy and at least two tables). ``--model stored`` takes the constants that ship, ``--model sm120`` those of
-another card: what to expect where nothing was fitted.
+another card: what to expect where nothing was fitted. ``--calibration FILE`` takes a calibration's: what to expect
+where ``calibrate`` ran, best with a file that was made on the other table.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from sm120tune.calibrate.applied import calibrated
 from sm120tune.cli.tune import DEFAULT_TRIALS
 from sm120tune.devices import find_device
 from sm120tune.job import Settings
 from sm120tune.measure import model
-from sm120tune.measure.cost_constants import CardClass, card_class
+from sm120tune.measure.cost_constants import CardClass, card_class, fitted_class
 from sm120tune.measure.replay import ReplayLane, ReplayPool, best_pair
 from sm120tune.measure.routing import parse_routing
 from sm120tune.measure.table import Table, read_table
@@ -95,13 +97,17 @@ def main() -> int:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--sglang", type=Path)
     parser.add_argument("--model", choices=("unseen", "stored", "sm120"), default="unseen", help="see above")
+    parser.add_argument("--calibration", help="file whose constants are taken instead of --model's")
     args = parser.parse_args()
     every: list[float] = []
     binaries: list[int] = []
     for path in args.tables:
         table = read_table(path)
         arch = find_device(table.device_name).arch if args.model == "stored" else 120
-        fitted = unseen(path, args.tables) if args.model == "unseen" else card_class(arch)
+        if args.calibration is not None:
+            fitted = fitted_class(calibrated(find_device(table.device_name), args.calibration))
+        else:
+            fitted = unseen(path, args.tables) if args.model == "unseen" else card_class(arch)
         for seed in (int(part) for part in args.seeds.split(",")):
             with mock.patch.object(model, "fitted_class", lambda _device, fitted=fitted: fitted):
                 found = evaluate(table, args.trials, seed, args.sglang)
