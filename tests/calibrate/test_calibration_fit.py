@@ -11,7 +11,7 @@ import pytest
 from made_cards import CLASS, LAYER, TRUTH, make_calibration_job
 
 from sm120tune.calibrate.choice import choose_tiles
-from sm120tune.calibrate.fit import OF_GEMMS, TOLD, fit, sensitivities, weights
+from sm120tune.calibrate.fit import OF_GEMMS, TOLD, fit, limits, sensitivities, weights
 from sm120tune.calibrate.launches import Launch, Launches, launches_of
 from sm120tune.calibrate.quality import left_out, quality, spearman
 from sm120tune.devices import DEFAULT_DEVICE_NAME, find_device
@@ -103,11 +103,20 @@ def test_few_wild_times_change_little(some: Launches) -> None:
         assert getattr(shaken, name) == pytest.approx(getattr(calm, name), rel=0.15)
 
 
-def test_no_constant_leaves_its_limits(some: Launches) -> None:
-    us = some.us(replace(TRUTH, bandwidth_share=1.0)) / 3
+@pytest.mark.parametrize("factor", [1 / 3, 3])
+def test_no_constant_leaves_its_limits(some: Launches, factor: float) -> None:
+    us = some.us(TRUTH) * factor
     found = fit(some, us, weights(some, us), CLASS).constants
-    for name, (low, high) in LIMITS.items():
+    for name in LIMITS:
+        low, high = limits(name)
         assert low * 0.999 <= getattr(found, name) <= high * 1.001
+
+
+def test_tensor_cores_may_run_above_the_specified_clock_and_memory_may_not(some: Launches) -> None:
+    faster = replace(TRUTH, tensor_share=1.15, l2_gb_s=200.0, shared_gb_s=600.0)
+    us = some.us(faster)
+    assert fit(some, us, weights(some, us), CLASS).constants.tensor_share > 1.05
+    assert limits("bandwidth_share")[1] == 1.0
 
 
 def test_slopes_are_those_of_the_formula() -> None:

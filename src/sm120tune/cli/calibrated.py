@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from sm120tune.calibrate.assess import Compared
 from sm120tune.calibrate.choice import Chosen
+from sm120tune.calibrate.fit import limits
 from sm120tune.calibrate.run import Result
 from sm120tune.measure.cost_constants import CardClass
 from sm120tune.measure.results import Measured
@@ -50,7 +52,7 @@ def show_result(out: Console, result: Result, start: CardClass, written: Sequenc
             "tile, or the best of its first 5, over the best of all that were timed. before > after, unseen tiles"
         )
     changed = [
-        f"{name} {getattr(start.constants, name):.4g} > {getattr(assessment.fitted.constants, name):.4g}"
+        _change(name, getattr(start.constants, name), getattr(assessment.fitted.constants, name))
         for name in assessment.fitted.refitted
     ]
     out.print(f"refitted ({len(changed)}): {', '.join(changed) or 'none'}")
@@ -76,6 +78,12 @@ def result_json(result: Result) -> dict[str, Any]:
         "failures": dict(_failures(result)),
         "told": {name: round(share, 3) for name, share in result.assessment.fitted.told.items()},
     }
+
+
+def _change(name: str, before: float, after: float) -> str:
+    # At its limit a constant says that the card's specification, or the formula, is not what this card is.
+    at_limit = any(math.isclose(after, limit, rel_tol=1e-3) for limit in limits(name))
+    return f"{name} {before:.4g} > {after:.4g}{' (its limit)' if at_limit else ''}"
 
 
 def _failures(result: Result) -> Counter[str]:
