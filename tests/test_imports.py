@@ -16,6 +16,7 @@ import sm120tune
     ("module", "torch"),
     [
         ("sm120tune.cli.tune", False),
+        ("sm120tune.cli.calibrate", False),
         ("sm120tune.cli.check", False),
         ("sm120tune.runner", False),
         ("sm120tune.measure.routing", False),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_cards import CLASS, TRUTH, calibration_of
+from made_cards import CLASS, TRUTH, calibration_of, make_calibration_job
 from synthetic import SMALL
 
 from sm120tune.calibrate.applied import applied_path, calibrated, with_calibration
@@ -25,6 +25,7 @@ from sm120tune.measure.cost_constants import (
     version_for,
 )
 from sm120tune.measure.model import estimate_gemm
+from sm120tune.measure.model_lane import ModelLane
 from sm120tune.measure.routing import UNIFORM
 from sm120tune.problem import Gemm
 from sm120tune.tiles import Tile
@@ -83,6 +84,14 @@ def test_the_version_says_so(file: Path) -> None:
     assert version_for(card) == f"{model_version()}+calibrated.{FOUND.model.digest}"
     other = replace(FOUND.model, constants=replace(TRUTH, load_us=0.51))
     assert other.digest != FOUND.model.digest
+
+
+def test_estimates_of_another_model_are_another_run(file: Path, sglang_0_5_23: Path) -> None:
+    job = replace(make_calibration_job(sglang_0_5_23), timer="model")
+    other = replace(job, device=calibrated(CARD, str(file)))
+    assert job.identity()["answers"] == version_for(CARD)
+    assert other.identity()["answers"] == version_for(other.device) != version_for(CARD)
+    assert FOUND.model.digest in ModelLane(job.problem, other.device, UNIFORM).name
 
 
 def test_measured_margins_hold_for_the_dtype_and_the_range_that_were_measured(file: Path) -> None:

@@ -97,10 +97,13 @@ def test_small_m_alone_tells_nothing_of_the_tensor_cores(some: Launches) -> None
 def test_few_wild_times_change_little(some: Launches) -> None:
     us = noisy(some, 0.02)
     wild = us.copy()
-    wild[::23] *= 6
-    calm, shaken = (fit(some, each, weights(some, us), CLASS).constants for each in (us, wild))
-    for name in ("bandwidth_share", "l2_gb_s", "launch_us"):
-        assert getattr(shaken, name) == pytest.approx(getattr(calm, name), rel=0.15)
+    wild[::11] *= 6
+    found = fit(some, wild, weights(some, us), CLASS).constants
+    calm = np.ones(len(us), dtype=bool)
+    calm[::11] = False
+    error = np.abs(some.us(found) / us - 1)[calm]
+    # Plain least squares would leave 16 %.
+    assert np.median(error) < 0.045
 
 
 @pytest.mark.parametrize("factor", [1 / 3, 3])

@@ -62,9 +62,12 @@ def test_occupancies_and_spills_are_there(tiles: list[Tile]) -> None:
     assert sum(fact.spill_bytes > 0 for fact in facts.values()) >= 2
 
 
-@pytest.mark.parametrize("shared", [CARD.shared_memory_per_block, 65536])
-def test_none_is_over_the_card_s_shared_memory(sglang_0_5_23: Path, shared: int) -> None:
-    card = replace(CARD, shared_memory_per_block=shared, shared_memory_per_sm=shared + 1024)
+@pytest.mark.parametrize(
+    ("name", "shared"), [(CARD.name, CARD.shared_memory_per_block), (CARD.name, 65536), ("NVIDIA H200", 90_000)]
+)
+def test_none_is_over_the_card_s_shared_memory(sglang_0_5_23: Path, name: str, shared: int) -> None:
+    # On SM90 wgmma keeps one buffer more than the formula of the cuts says; the record knows.
+    card = replace(find_device(name), shared_memory_per_block=shared, shared_memory_per_sm=2 * shared)
     chosen = choose_tiles(make_calibration_job(sglang_0_5_23, card=card), CLASS)
     assert len(chosen) == 30
     for one in chosen:
