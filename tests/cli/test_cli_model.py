@@ -85,10 +85,20 @@ def test_a_quantized_model_brings_its_blocks(command: InProcess) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_groups_that_a_config_does_not_hold_are_asked_for(command: InProcess, tmp_path: Path, bits: int) -> None:
     config = json.loads((DATA / "mixtral.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": bits}
+    config["quantization_config"] = {"quant_method": "gptq", "bits": bits, "group_size": -1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = model_args(command, str(tmp_path / "config.json"), "--force")
     command.refused(*args, words=["--group-size", f"int{bits}_w{bits}a16", "--dtype"])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_that_a_config_holds_are_tuned(command: InProcess, tmp_path: Path, bits: int) -> None:
+    config = json.loads((DATA / "mixtral.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": bits, "group_size": 64, "sym": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files, said = planned(command, str(tmp_path / "config.json"), "--force")
+    assert f",dtype=int{bits}_w{bits}a16.json" in files[0]
+    assert f"int{bits}_w{bits}a16 group 64 with zero points" in said
 
 
 def test_force_without_a_model(command: InProcess) -> None:

@@ -73,10 +73,10 @@ def require_tunable(model: MoEModel) -> None:
             f"{model.name}: its experts are {model.dtype}, which cannot be tuned yet ({', '.join(DTYPES)} can); "
             "the check command takes it"
         )
-    if model.served_elsewhere is not None and model.dtype.endswith("a16"):
+    if model.served_elsewhere is not None and model.dtype.endswith("a16") and model.block_shape is None:
         # SGLang's grouped kernel is another one, and the file name does not say the group.
         raise UserError(
-            f"{model.name}: the groups of its {model.dtype} experts are not read from a --model; give the numbers with "
+            f"{model.name}: its config names no group size for its {model.dtype} experts; give the numbers with "
             "--dtype, --group-size and --zero-points"
         )
 
