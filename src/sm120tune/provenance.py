@@ -158,7 +158,11 @@ def merge_conflict(old: FileProvenance, new: FileProvenance, routing: str | None
     """
     before, after = old.problem.to_json(), new.problem.to_json()
     # What only some layers have is written for those alone.
-    pairs = [(f"problem.{key}", before.get(key, False), after.get(key, False)) for key in {**before, **after}]
+    usual = {"gated": True}
+    pairs = [
+        (f"problem.{key}", before.get(key, usual.get(key, False)), after.get(key, usual.get(key, False)))
+        for key in {**before, **after}
+    ]
     pairs.append(("the list of layers that share it", _layers(old), _layers(new)))
     pairs.append(("device", old.device.get("name"), new.device.get("name")))
     pairs.append(("Triton version", old.versions.get("triton"), new.versions.get("triton")))
@@ -221,8 +225,9 @@ def _problem_from_json(data: object, where: str) -> MoEProblem:
         problem.integer(key)
     problem.text("dtype")
     problem.flag("per_channel_quant")
-    if problem.has("zero_points"):
-        problem.flag("zero_points")
+    for key in ("zero_points", "gated"):
+        if problem.has(key):
+            problem.flag(key)
     if problem.take("block_shape") is not None and [type(n) for n in problem.items("block_shape")] != [int, int]:
         raise ValueError(f"{where}block_shape must be two integers")
     problem.finish()

@@ -62,7 +62,6 @@ def test_numbers_beside_a_model(command: InProcess, number: str) -> None:
         ("Qwen3-235B-A22B-FP8", ["--tp", "8"], ["Qwen3-235B-A22B-FP8", "N=192", "128"]),
         (str(DATA / "glm5_nvfp4"), [], ["glm5_nvfp4", "FP4 MoE kernels", "--force"]),
         ("gpt-oss-20b", [], ["gpt-oss-20b", "MXFP4", "changes nothing", "--force"]),
-        (str(DATA / "nemotron_h.json"), ["--force"], ["nemotron_h", "no gate projection"]),
         ("GLM-5", ["--timer", "replay:table.parquet"], ["--timer replay:FILE", "--model"]),
     ],
 )
@@ -74,6 +73,12 @@ def test_force_goes_on(command: InProcess) -> None:
     files, said = planned(command, "gpt-oss-20b", "--tp", "2", "--force")
     assert files[0] == f"E=32,N=1440,device_name={CARD_FILE}.json"
     assert "note: forced; by default SGLang runs these experts in" in said
+
+
+def test_experts_without_a_gate(command: InProcess) -> None:
+    files, said = planned(command, str(DATA / "nemotron_h.json"), "--tp", "8", "--force")
+    assert files[0] == f"E=128,N=232,device_name={CARD_FILE}.json"
+    assert "bf16 without gate" in said
 
 
 def test_a_quantized_model_brings_its_blocks(command: InProcess) -> None:

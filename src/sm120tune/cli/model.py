@@ -16,7 +16,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _BROUGHT = (
     "experts", "inter", "hidden", "topk", "dtype", "shared_experts", "block_shape", "per_channel", "group_size",
-    "zero_points",
+    "zero_points", "no_gate",
 )  # fmt: skip
 """Options whose values a model brings itself."""
 
@@ -66,8 +66,6 @@ def check_served_here(model: MoEModel, *, force: bool) -> None:
 
 def require_tunable(model: MoEModel) -> None:
     """Raise UserError for experts that cannot be tuned yet."""
-    if not model.gated:
-        raise UserError(f"{model.name}: its experts have no gate projection; only gated experts can be tuned so far")
     if model.dtype not in DTYPES:
         raise UserError(
             f"{model.name}: its experts are {model.dtype}, which cannot be tuned yet ({', '.join(DTYPES)} can); "
