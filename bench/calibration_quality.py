@@ -38,6 +38,7 @@ from sm120tune.measure.routing import parse_routing
 from sm120tune.measure.table import read_table
 from sm120tune.observer import Silent
 from sm120tune.resolve import Card, JobRequest, resolve_job
+from sm120tune.tune import RunOptions
 
 
 def lines(table: Recorded, seen: set[str], fitted: CardClass) -> Iterator[str]:
@@ -75,7 +76,7 @@ def replayed(path: Path, start: CardClass, args: argparse.Namespace) -> tuple[Ca
     chosen = choose_tiles(job, start, args.tiles)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
-        result = calibrate(job, chosen, start, Silent(), fresh=True, workers=1)
+        result = calibrate(job, chosen, start, RunOptions(Path(folder), fresh=True, workers=1), Silent())
     inside = result.assessment.overall
     assert inside is not None
     print(f"calibrated on {path.stem}: {len(chosen)} tiles, {inside.before.launches} times, from {start.name}")

@@ -99,13 +99,14 @@ def main() -> int:
     parser.add_argument("--sglang", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", type=Path, help="where to leave the pairs")
+    parser.add_argument("args", nargs="*", help="more arguments of the main command, after --")
     options = parser.parse_args()
     result: dict[str, Any] = {}
     for name, args in MODELS.items():
         if options.only and options.only not in name:
             continue
         folder = Path(tempfile.mkdtemp(prefix="sm120tune-dtypes-"))
-        extra = ["--sglang", str(options.sglang)] if options.sglang else []
+        extra = [*options.args, *(["--sglang", str(options.sglang)] if options.sglang else [])]
         figures, record = run_once([*args, *extra], folder)
         rows = measure(record, options.sglang)
         result[name] = {"args": args, "figures": figures, "rows": rows}

@@ -28,7 +28,7 @@ def layer(problem: MoEProblem, m: int, seed: int = 0, dtype: torch.dtype = torch
     weights = torch.from_numpy(topk_weights(problem, m, UNIFORM, seed))
     return (
         x,
-        normal(e, 2 * n, hidden),
+        normal(e, 2 * n if problem.gated else n, hidden),
         normal(e, hidden, n),
         weights,
         torch.from_numpy(topk_ids(problem, m, UNIFORM, seed)),
@@ -40,7 +40,8 @@ def dense(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Te
     n = w2.shape[2]
     both = torch.einsum("mh,enh->emn", x.double(), w1.double())
     gate, up = both[..., :n], both[..., n:]
-    every = torch.einsum("emn,ehn->emh", gate / (1 + torch.exp(-gate)) * up, w2.double())
+    inner = gate / (1 + torch.exp(-gate)) * up if up.numel() else torch.where(gate > 0, gate * gate, 0.0)
+    every = torch.einsum("emn,ehn->emh", inner, w2.double())
     share = torch.zeros(x.shape[0], w1.shape[0] + 1, dtype=torch.float64)
     share.scatter_add_(1, torch.where(ids < 0, w1.shape[0], ids).long(), weights.double())
     return torch.einsum("me,emh->mh", share[:, :-1], every)
@@ -64,6 +65,7 @@ PROBLEMS = [
     MoEProblem(experts=8, intermediate=24, hidden=40, topk=3, router_experts=8),
     MoEProblem(experts=9, intermediate=24, hidden=40, topk=4, router_experts=8, shared_experts=1),
     MoEProblem(experts=4, intermediate=24, hidden=40, topk=3, router_experts=16),
+    MoEProblem(experts=8, intermediate=24, hidden=40, topk=3, router_experts=8, gated=False),
 ]
 
 

@@ -156,6 +156,24 @@ def test_a_lane_gets_what_the_compiler_said(bench: Bench, sglang_0_5_23: Path) -
         assert known == facts(job.spec(variant))
 
 
+def test_tiles_that_spill_much_are_not_timed_but_those_of_today_are(bench: Bench, sglang_0_5_23: Path) -> None:
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64,), trials=30)
+    lane = bench.lane()
+    today = job.today(64).pair
+    assert today is not None
+
+    def facts(spec: CompileSpec) -> TileFacts:
+        tile = getattr(spec.variant, "tile", None)
+        return TileFacts(1000, 100, 512 if tile is not None and tile.BLOCK_SIZE_N >= 64 else 504, 4)
+
+    result = bench.run(job, lane, pool=StubPool(facts))
+    timed = {tile for _, _, tile in timed_halves(lane)}
+    assert result.failures["spills"] > 0
+    assert any(tile.BLOCK_SIZE_N < 64 for tile in timed)
+    baseline = {tile for pair in (today, job.lookup.builtin_pair(job.problem, 64)) for _, tile in halves(pair)}
+    assert {tile for tile in timed if tile.BLOCK_SIZE_N >= 64} == {t for t in baseline if t.BLOCK_SIZE_N >= 64}
+
+
 def test_slow_tiles_are_given_up_early_but_never_the_best(bench: Bench, sglang_0_5_23: Path) -> None:
     job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(512,), trials=30)
     lane = bench.lane()

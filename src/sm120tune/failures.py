@@ -11,6 +11,7 @@ class FailureKind(enum.StrEnum):
 
     SHARED_MEMORY = "shared_memory"
     REGISTERS = "registers"
+    SPILLS = "spills"
     COMPILE_CRASH = "compile_crash"
     COMPILE_TIMEOUT = "compile_timeout"
     LAUNCH_ERROR = "launch_error"

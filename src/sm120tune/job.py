@@ -106,12 +106,13 @@ class Job:
     def chain_specs(self, m: int, pair: TilePair) -> tuple[CompileSpec, ...]:
         """Return the compile requests of everything that a pair's chain launches."""
         sorted_rows = pair.down.USE_TMA
-        variants: tuple[AnyVariant, ...] = (
+        gemms = (
             self.variant(m, Gemm.GATE_UP, pair.gate_up, sorted_intermediate=sorted_rows),
-            ActivationVariant(pair.block_size_m if sorted_rows else 0, sorted_rows),
             self.variant(m, Gemm.DOWN, pair.down, sorted_intermediate=sorted_rows),
         )
-        return tuple(self.spec(variant) for variant in (*variants, *self._quantize()))
+        activation = ActivationVariant(pair.block_size_m if sorted_rows else 0, sorted_rows)
+        between: tuple[AnyVariant, ...] = (*((activation,) if self.problem.gated else ()), *self._quantize())
+        return tuple(self.spec(variant) for variant in (*gemms, *between))
 
     def _quantize(self) -> tuple[QuantizeVariant, ...]:
         stored = self.problem.quantization

@@ -62,6 +62,8 @@ class MoEProblem:
     block_shape: tuple[int, int] | None = None
     per_channel_quant: bool = False
     zero_points: bool = False
+    gated: bool = True
+    """Whether an expert has a gate projection beside its up projection; without one squared ReLU is its activation."""
 
     @classmethod
     def from_parallelism(  # noqa: PLR0913 - one keyword for each option of the command line
@@ -78,6 +80,7 @@ class MoEProblem:
         block_shape: tuple[int, int] | None = None,
         per_channel_quant: bool = False,
         zero_points: bool = False,
+        gated: bool = True,
     ) -> MoEProblem:
         """Derive E and N as SGLang's server does.
 
@@ -136,6 +139,7 @@ class MoEProblem:
             block_shape=block_shape,
             per_channel_quant=per_channel_quant,
             zero_points=zero_points,
+            gated=gated,
         )
 
     @property
@@ -161,7 +165,8 @@ class MoEProblem:
     def gemm(self, gemm: Gemm) -> GemmShape:
         """Return the shape of one of the two GEMMs."""
         if gemm is Gemm.GATE_UP:
-            return GemmShape(n=2 * self.intermediate, k=self.hidden, top_k=self.topk, mul_routed_weight=False)
+            projections = 2 if self.gated else 1
+            return GemmShape(projections * self.intermediate, k=self.hidden, top_k=self.topk, mul_routed_weight=False)
         return GemmShape(n=self.hidden, k=self.intermediate, top_k=1, mul_routed_weight=True)
 
     def padded_rows(self, m: int, block_size_m: int) -> int:
@@ -187,6 +192,7 @@ class MoEProblem:
             "block_shape": list(self.block_shape) if self.block_shape else None,
             "per_channel_quant": self.per_channel_quant,
             **({"zero_points": True} if self.zero_points else {}),
+            **({} if self.gated else {"gated": False}),
         }
 
     @classmethod
@@ -208,6 +214,7 @@ class MoEProblem:
         return (
             f"E={self.experts} N={self.intermediate} hidden={self.hidden} topk={self.topk} {self.dtype}"
             + self._scales_text()
+            + ("" if self.gated else " without gate")
             + (f" router={self.router_experts}" if self.expert_parallel else "")
             + (f" shared={self.shared_experts}" if self.shared_experts else "")
         )

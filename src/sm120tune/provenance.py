@@ -64,7 +64,14 @@ class FileProvenance:
     failures: Mapping[str, int]
     """Candidates lost, by the value of their FailureKind."""
     rows: tuple[RowProvenance, ...] = ()
+    shared_with: tuple[MoEProblem, ...] = ()
+    """Further layers that ask for this file, and for which its rows were chosen too."""
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def problems(self) -> tuple[MoEProblem, ...]:
+        """Every layer that the rows were chosen for."""
+        return (self.problem, *self.shared_with)
 
     def __post_init__(self) -> None:
         check_word("kind", self.kind, KINDS)
@@ -85,6 +92,7 @@ class FileProvenance:
             "tool_version": self.tool_version,
             "kind": self.kind,
             "problem": self.problem.to_json(),
+            **({"shared_with": [other.to_json() for other in self.shared_with]} if self.shared_with else {}),
             "device": dict(self.device),
             "versions": dict(self.versions),
             "kernel_source_hash": self.kernel_source_hash,
@@ -112,7 +120,8 @@ class FileProvenance:
             schema_version=schema_version,
             tool_version=file.text("tool_version"),
             kind=file.text("kind"),
-            problem=problem_from_json(file.take("problem")),
+            problem=problem_from_json(file.take("problem"), "problem."),
+            shared_with=_shared_from_json(file),
             device=device,
             versions=versions,
             kernel_source_hash=file.text("kernel_source_hash"),
@@ -150,7 +159,12 @@ def merge_conflict(old: FileProvenance, new: FileProvenance, routing: str | None
     """
     before, after = old.problem.to_json(), new.problem.to_json()
     # What only some layers have is written for those alone.
-    pairs = [(f"problem.{key}", before.get(key, False), after.get(key, False)) for key in {**before, **after}]
+    usual = {"gated": True}
+    pairs = [
+        (f"problem.{key}", before.get(key, usual.get(key, False)), after.get(key, usual.get(key, False)))
+        for key in {**before, **after}
+    ]
+    pairs.append(("the list of layers that share it", _layers(old), _layers(new)))
     pairs.append(("device", old.device.get("name"), new.device.get("name")))
     pairs.append(("Triton version", old.versions.get("triton"), new.versions.get("triton")))
     pairs.append(("kernel_source_hash", old.kernel_source_hash, new.kernel_source_hash))
@@ -194,26 +208,36 @@ def _add_note(note: str, more: str) -> str:
     return f"{note}; {more}" if note else more
 
 
+def _layers(file: FileProvenance) -> str:
+    return "; ".join(map(str, file.problems))
+
+
 def _routings(file: FileProvenance) -> str:
     return ", ".join(sorted({row.routing for row in file.rows}))
 
 
-def problem_from_json(data: object) -> MoEProblem:
-    """Rebuild a layer that a file holds; raises ValueError naming the field."""
-    problem = Fields(data, "problem.")
+def _shared_from_json(file: Fields) -> tuple[MoEProblem, ...]:
+    others = file.items("shared_with") if file.has("shared_with") else []
+    return tuple(problem_from_json(other, f"shared_with[{index}].") for index, other in enumerate(others))
+
+
+def problem_from_json(data: object, where: str) -> MoEProblem:
+    """Rebuild a layer that a file holds; raises ValueError naming the field, ``where`` before its name."""
+    problem = Fields(data, where)
     for key in ("experts", "intermediate", "hidden", "topk", "router_experts", "shared_experts"):
         problem.integer(key)
     problem.text("dtype")
     problem.flag("per_channel_quant")
-    if problem.has("zero_points"):
-        problem.flag("zero_points")
+    for key in ("zero_points", "gated"):
+        if problem.has(key):
+            problem.flag(key)
     if problem.take("block_shape") is not None and [type(n) for n in problem.items("block_shape")] != [int, int]:
-        raise ValueError("problem.block_shape must be two integers")
+        raise ValueError(f"{where}block_shape must be two integers")
     problem.finish()
     assert isinstance(data, dict)
     result = MoEProblem.from_json(data)
     try:
         _ = result.quantization
     except UserError as error:
-        raise ValueError(f"problem is none that could be tuned: {error}") from None
+        raise ValueError(f"{where[:-1]} is none that could be tuned: {error}") from None
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,11 @@ def reference_moe(
     """Return the MoE layer's output ``[M, hidden]`` in ``compute_dtype``.
 
     The sum over a token's choices of ``weight * (silu(x @ gate.T) * (x @ up.T)) @ w2[e].T`` with gate the first and
-    up the last N rows of ``w1[e]`` (SwiGLU as in Mixtral's experts). ``hidden_states`` is ``[M, hidden]``, ``w1``
-    ``[E, 2N, hidden]``, ``w2`` ``[E, hidden, N]``, ``topk_weights`` and ``topk_ids`` ``[M, topk]``; a choice of -1
-    adds nothing. All on one device; temporaries beside the output stay below 1 GiB. Raises ValueError where the
-    shapes do not fit or an id is E or more.
+    up the last N rows of ``w1[e]`` (SwiGLU as in Mixtral's experts). Where ``w1`` has N rows only, the inner part is
+    ``relu(x @ up.T) ** 2`` (Nemotron-H's experts, which have no gate). ``hidden_states`` is ``[M, hidden]``, ``w1``
+    ``[E, 2N, hidden]`` or ``[E, N, hidden]``, ``w2`` ``[E, hidden, N]``, ``topk_weights`` and ``topk_ids``
+    ``[M, topk]``; a choice of -1 adds nothing. All on one device; temporaries beside the output stay below 1 GiB.
+    Raises ValueError where the shapes do not fit or an id is E or more.
     """
     _check_shapes(hidden_states, w1, w2, topk_weights, topk_ids)
     (m, hidden), experts, inter, topk = hidden_states.shape, w1.shape[0], w2.shape[2], topk_ids.shape[1]
@@ -51,15 +52,22 @@ def reference_moe(
             # Without rows nothing of the expert is read: its weights would cost the most.
             for n in range(0, inter if len(rows) else 0, slice_n):
                 part = slice(n, n + slice_n)
-                gate = w1[expert, :inter][part].to(compute_dtype)
-                up = w1[expert, inter:][part].to(compute_dtype)
+                projections = [w[part].to(compute_dtype) for w in w1[expert].split(inter)]
                 down = w2[expert, :, part].to(compute_dtype)
                 for chunk in torch.split(rows, slice_rows):
                     tokens = chunk // topk
                     x = hidden_states[tokens].to(compute_dtype)
-                    inner = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+                    inner = _activated(x, projections)
                     out.index_add_(0, tokens, (inner @ down.T) * flat_weights[chunk, None])
     return out
+
+
+def _activated(x: torch.Tensor, projections: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what lies between the GEMMs: SwiGLU of gate and up, or squared ReLU of up alone."""
+    if len(projections) == 1:
+        return torch.nn.functional.relu(x @ projections[0].T).square()
+    gate, up = projections
+    return torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
 
 
 def reference_quantized_moe(
@@ -72,8 +80,9 @@ def reference_quantized_moe(
 ) -> torch.Tensor:
     """Return the output ``[M, hidden]`` in float32 of a layer whose weights are dequantized one expert at a time.
 
-    ``w1(e)`` is float32 ``[2N, hidden]``, ``w2(e)`` ``[hidden, N]``. ``requantize`` gives back the ``[rows, N]``
-    between the GEMMs as the down GEMM sees it: rounded and quantized. The rest is as in :func:`reference_moe`.
+    ``w1(e)`` is float32 ``[2N, hidden]`` or ``[N, hidden]``, ``w2(e)`` ``[hidden, N]``. ``requantize`` gives back the
+    ``[rows, N]`` between the GEMMs as the down GEMM sees it: rounded and quantized. The rest is as in
+    :func:`reference_moe`.
     """
     (m, hidden), topk = hidden_states.shape, topk_ids.shape[1]
     out = torch.zeros(m, hidden, dtype=torch.float32, device=hidden_states.device)
@@ -82,12 +91,12 @@ def reference_quantized_moe(
         for expert, rows in enumerate(_rows_by_expert(topk_ids)):
             if not len(rows):
                 continue
-            gate, up = w1(expert).chunk(2)
             down = w2(expert)
+            projections = w1(expert).split(down.shape[1])
             for chunk in torch.split(rows, max(1, _CHUNK_BYTES // (4 * (2 * hidden + 4 * down.shape[1])))):
                 tokens = chunk // topk
                 x = hidden_states[tokens].float()
-                inner = requantize(torch.nn.functional.silu(x @ gate.T) * (x @ up.T))
+                inner = requantize(_activated(x, projections))
                 out.index_add_(0, tokens, (inner @ down.T) * flat_weights[chunk, None])
     return out
 
@@ -138,7 +147,7 @@ def _check_shapes(
         experts, hidden, inter = w2.shape
         if (
             x.shape[1] == hidden
-            and w1.shape == (experts, 2 * inter, hidden)
+            and w1.shape in ((experts, 2 * inter, hidden), (experts, inter, hidden))
             and ids.shape == weights.shape
             and ids.shape[0] == x.shape[0]
         ):

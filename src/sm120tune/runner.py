@@ -29,6 +29,7 @@ from sm120tune.search.journal import Journal
 from sm120tune.search.step import SearchStep
 from sm120tune.settle import Settler
 from sm120tune.spread import spread
+from sm120tune.tiles import TilePair
 
 _T = TypeVar("_T")
 
@@ -51,6 +52,8 @@ class RunResult:
     """GPU seconds of the search phase, by CUDA events, over all GPUs."""
     missing: tuple[int, ...] = ()
     """M without any pair that runs."""
+    finalists: dict[int, tuple[TilePair, ...]] = field(default_factory=dict)
+    """The pairs that were raced at each M, best first, without today's."""
 
 
 class Runner:
@@ -124,6 +127,7 @@ class Runner:
             timed=self._hunt.timed,
             busy_s=busy_s,
             missing=settler.missing,
+            finalists=settler.finalists,
         )
 
     async def _each(

@@ -69,7 +69,9 @@ def model_leaders(job: Job, m: int, count: int = _MODEL_SEEDS) -> list[TilePair]
     """
     space = job.space(m)
     tiles = [tile for tile in every_tile({**space.values, "GROUP_SIZE_M": (1,)}) if space.allows(tile)]
-    times = {gemm: estimate_tiles(job.problem, gemm, tiles, m, job.device, job.routing) for gemm in Gemm}
+    times = {
+        gemm: estimate_tiles(job.problem, gemm, tiles, m, job.device, job.routing, job.triton_version) for gemm in Gemm
+    }
     leaders: list[tuple[float, TilePair]] = []
     for size in job.values["BLOCK_SIZE_M"]:
         ranked: dict[Gemm, list[tuple[float, Tile]]] = {}

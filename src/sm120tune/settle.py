@@ -15,24 +15,17 @@ from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
 from sm120tune.measure.cost_constants import fitted_class
 from sm120tune.measure.lane import Timer
-from sm120tune.measure.results import RaceRequest, VerifyRequest
+from sm120tune.measure.results import VerifyRequest
 from sm120tune.provenance import RowProvenance, RowStatus
+from sm120tune.racing import race_against, race_beside
 from sm120tune.rows import Decision, make_row, why_not_runnable
-from sm120tune.search.race import (
-    ESTIMATE_LEAST_M,
-    LOOK_CONFIDENCE,
-    LOOKS,
-    Ratio,
-    compare,
-    compare_estimates,
-)
+from sm120tune.search.race import ESTIMATE_LEAST_M, Ratio, compare_estimates
 from sm120tune.search.step import SearchStep
 from sm120tune.tiles import TilePair
 from sm120tune.tma import TMA_FINALISTS, tma_variants
 from sm120tune.upstream.lookup import Today
 
 FINALISTS = 5
-RACE_ROUNDS = 9
 
 
 @dataclass
@@ -70,6 +63,11 @@ class Settler:
         """M that are decided."""
         return frozenset(self._finals)
 
+    @property
+    def finalists(self) -> dict[int, tuple[TilePair, ...]]:
+        """The pairs that were raced at each M, best first, without today's."""
+        return {m: tuple(final.order) for m, final in self._finals.items()}
+
     async def settle(self, m: int, lane: Timer) -> None:
         """Race, check and decide one M."""
         for name, part in (("race", self.race), ("verify", self.verify), ("decide", self.decide)):
@@ -97,7 +95,12 @@ class Settler:
                 runnable.append(pair)
             else:
                 final.failures[problem.partition(":")[0]] += 1
-        await self._time_lanes(m, lane, final, runnable, RACE_ROUNDS)
+        raced = await race_beside(lane, m, final.runnable_today, runnable)
+        final.lanes.update(raced.samples)
+        final.failures += raced.failures
+        if raced.base_failure is not None:
+            final.runnable_today = None
+            final.today_problem = f"{raced.base_failure.kind.value}: {raced.base_failure.message}"
         final.order = sorted(
             (pair for pair in final.lanes if pair in runnable), key=lambda pair: self._rank(final, pair)
         )
@@ -132,18 +135,12 @@ class Settler:
                 winner_us, today_us, fitted_class(self._job.device).margin(m, self._job.problem.dtype)
             )
             return
-        samples: dict[TilePair, tuple[float, ...]] = {final.runnable_today: (), final.winner: ()}
-        for look in LOOKS:
-            rounds = look - len(samples[final.winner])
-            lanes = await asyncio.wrap_future(lane.race(RaceRequest(m, tuple(samples), rounds)))
-            if isinstance(lanes, Failure):
-                final.failures[lanes.kind.value] += 1
-                final.winner = None
-                return
-            samples = {one.pair: (*samples[one.pair], *one.samples_us) for one in lanes}
-            final.ratio = compare(samples[final.winner], samples[final.runnable_today], LOOK_CONFIDENCE)
-            if final.ratio.settled:
-                break
+        found = await race_against(lane, m, final.runnable_today, final.winner)
+        if isinstance(found, Failure):
+            final.failures[found.kind.value] += 1
+            final.winner = None
+            return
+        samples, final.ratio = found
         final.lanes.update(samples)
 
     def rows(self) -> tuple[RowProvenance, ...]:
@@ -164,31 +161,6 @@ class Settler:
         for final in self._finals.values():
             counts += final.failures
         return counts
-
-    async def _time_lanes(self, m: int, lane: Timer, final: _Final, pairs: list[TilePair], rounds: int) -> None:
-        failure = await self._lanes(m, lane, final, pairs, rounds)
-        if failure is None:
-            return
-        if not pairs:
-            final.runnable_today, final.today_problem = None, f"{failure.kind.value}: {failure.message}"
-            return
-        # Someone in this race cannot run: race today's pair alone, then each beside it, so that only that one is lost.
-        await self._time_lanes(m, lane, final, [], rounds)
-        for pair in pairs:
-            failure = await self._lanes(m, lane, final, [pair], rounds)
-            if failure is not None:
-                final.failures[failure.kind.value] += 1
-
-    async def _lanes(self, m: int, lane: Timer, final: _Final, pairs: list[TilePair], rounds: int) -> Failure | None:
-        """Race pairs beside today's, where that runs, and keep the times; returns the race's failure."""
-        today = [final.runnable_today] if final.runnable_today is not None else []
-        if not pairs and not today:
-            return None
-        lanes = await asyncio.wrap_future(lane.race(RaceRequest(m, (*today, *pairs), rounds)))
-        if isinstance(lanes, Failure):
-            return lanes
-        final.lanes.update({one.pair: one.samples_us for one in lanes})
-        return None
 
     def _rank(self, final: _Final, pair: TilePair) -> float:
         """Return the pair's ratio to today's, or its time where today's pair cannot run."""

@@ -6,7 +6,8 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -60,44 +61,71 @@ def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
     """Tune and write; raises UserError, and KeyboardInterrupt with every finished trial in the journal."""
     begin = time.monotonic() if options.began is None else options.began
     if not options.replace:
-        job = replace(job, existing=rows_to_merge(job, options.output))
-    root = cache_root()
-    journal = Journal(root / "runs", job.identity(), fresh=options.fresh, space=space_hash(job.values))
-    cache = CompileCache(root / "compile")
-    workers = options.workers or max(1, (os.cpu_count() or 1) - len(job.gpus))
-    pool: VariantPool = CompilePool(cache, workers) if job.table is None else ReplayPool(job.table)
-    lanes: list[Timer] = []
+        job = replace(job, existing=rows_to_merge((job,), options.output))
+    with open_pool(job, options) as pool:
+        result = run_job(job, options, pool, observer)
+    return write((job,), result, options, begin)
+
+
+def run_job(job: Job, options: RunOptions, pool: VariantPool, observer: Observer) -> RunResult:
+    """Search, settle and check one job; every finished trial is in the journal."""
+    journal = Journal(cache_root() / "runs", job.identity(), fresh=options.fresh, space=space_hash(job.values))
+    with open_lanes(job, observer.event) as lanes, only_first_error():
+        return asyncio.run(Runner(job, pool, lanes, journal, observer, options.began).run())
+
+
+def write(jobs: Sequence[Job], result: RunResult, options: RunOptions, begin: float) -> Outcome:
+    """Write the pair of one job, or of several that share it."""
+    written = write_ladder(options.output, _ladder(jobs, result), replace=options.replace)
+    return Outcome(result, written, time.monotonic() - begin)
+
+
+def rows_to_merge(jobs: Sequence[Job], output: Path) -> dict[int, TilePair]:
+    """Return the rows of the pair that the jobs' are merged into; raises UserError, before the work, for any other.
+
+    Several jobs are those that share a pair.
+    """
+    record, names = _record(jobs, RunResult((), Counter())), jobs[0].lookup.file_names(jobs[0].problem)
+    return existing_rows(output, record, names, str(jobs[0].routing))
+
+
+@contextmanager
+def only_first_error() -> Iterator[None]:
+    """Raise the first UserError of a group instead of the group."""
     try:
-        lanes = make_lanes(job, cache, observer.event)
-        try:
-            result = asyncio.run(Runner(job, pool, lanes, journal, observer, options.began).run())
-        except* UserError as group:
-            raise first_error(group) from None
-    finally:
-        for lane in lanes:
-            lane.stop()
-        pool.stop()
-    written = write_ladder(options.output, _ladder(job, result), replace=options.replace)
-    return Outcome(
-        result=result,
-        written=written,
-        seconds=time.monotonic() - begin,
-    )
+        yield
+    except* UserError as group:
+        raise _first(group) from None
 
 
-def rows_to_merge(job: Job, output: Path) -> dict[int, TilePair]:
-    """Return the rows of the pair that the job's are merged into; raises UserError, before the work, for any other."""
-    record, names = _record(job, RunResult((), Counter())), job.lookup.file_names(job.problem)
-    return existing_rows(output, record, names, str(job.routing))
-
-
-def first_error(group: BaseExceptionGroup[UserError]) -> UserError:
-    """Return the first error of a group: tasks of one run fail of the same thing."""
+def _first(group: BaseExceptionGroup[UserError]) -> UserError:
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     assert isinstance(error, UserError)
     return error
+
+
+@contextmanager
+def open_pool(job: Job, options: RunOptions) -> Iterator[VariantPool]:
+    """Yield what compiles: processes, or a recorded table."""
+    workers = options.workers or max(1, (os.cpu_count() or 1) - len(job.gpus))
+    pool: VariantPool = CompilePool(_cache(), workers) if job.table is None else ReplayPool(job.table)
+    try:
+        yield pool
+    finally:
+        pool.stop()
+
+
+@contextmanager
+def open_lanes(job: Job, on_event: Callable[[str], None]) -> Iterator[list[Timer]]:
+    """Yield what times the job, and end it afterwards."""
+    lanes = make_lanes(job, _cache(), on_event)
+    try:
+        yield lanes
+    finally:
+        for lane in lanes:
+            lane.stop()
 
 
 def make_lanes(job: Job, cache: CompileCache, on_event: Callable[[str], None]) -> list[Timer]:
@@ -107,6 +135,10 @@ def make_lanes(job: Job, cache: CompileCache, on_event: Callable[[str], None]) -
     if job.timer != "cuda":
         return [ModelLane(job.problem, job.device, job.routing)]
     return [GpuLane(f"GPU {gpu.index}", worker_setup(job, gpu, cache), on_event) for gpu in job.gpus]
+
+
+def _cache() -> CompileCache:
+    return CompileCache(cache_root() / "compile")
 
 
 def worker_setup(job: Job, gpu: LocalGPU, cache: CompileCache) -> WorkerSetup:
@@ -144,11 +176,13 @@ def torch_version() -> str:
         return "unknown"
 
 
-def _record(job: Job, result: RunResult) -> FileProvenance:
+def _record(jobs: Sequence[Job], result: RunResult) -> FileProvenance:
+    job = jobs[0]
     return FileProvenance(
         tool_version=__version__,
         kind=job.kind,
         problem=job.problem,
+        shared_with=tuple(other.problem for other in jobs[1:]),
         device={
             "name": job.device.name,
             "capability": list(job.device.capability),
@@ -176,10 +210,11 @@ def _record(job: Job, result: RunResult) -> FileProvenance:
     )
 
 
-def _ladder(job: Job, result: RunResult) -> Ladder:
+def _ladder(jobs: Sequence[Job], result: RunResult) -> Ladder:
+    job = jobs[0]
     up_name, down_name = job.lookup.file_names(job.problem)
     rows = {row.m: row.chosen for row in result.rows}
     if not rows:
         raise UserError("no M has a pair that runs on this card; nothing was written")
     superseded = frozenset(job.batch_sizes) - set(rows) if job.settings.fewest_keys else frozenset[int]()
-    return Ladder(up_name, down_name, job.triton_version, rows, _record(job, result), superseded)
+    return Ladder(up_name, down_name, job.triton_version, rows, _record(jobs, result), superseded)

@@ -16,8 +16,8 @@ from made_cards import CLASS, FormulaLane, calibration_of, local_gpu
 from made_pairs import Maker, rows
 from synthetic import RIGHT, SMALL, WRONG, StubPool
 
-from sm120tune import _nvidia_smi
-from sm120tune.calibrate import applied, run
+from sm120tune import _nvidia_smi, tune
+from sm120tune.calibrate import applied
 from sm120tune.cli import calibrate as module
 from sm120tune.devices import find_device
 from sm120tune.errors import UserError
@@ -50,8 +50,8 @@ def card(command: InProcess, monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     """Let a made-up card stand for the GPU, from the compile pool to the times."""
     made = MadeUp()
     monkeypatch.setattr(module, "resolve_card", lambda _request: Card(SPEC, (local_gpu(SPEC),), "cuda"))
-    monkeypatch.setattr(run, "make_lanes", made.make)
-    monkeypatch.setattr(run, "CompilePool", lambda *_args: StubPool())
+    monkeypatch.setattr(tune, "make_lanes", made.make)
+    monkeypatch.setattr(tune, "CompilePool", lambda *_args: StubPool())
     monkeypatch.setattr(_nvidia_smi, "clocks", lambda uuid, _timeout: CLOCKS if uuid == "GPU-made-up" else None)
     return made
 
@@ -367,7 +367,7 @@ def test_an_error_in_the_work_leaves_no_file(command: InProcess, card: MadeUp, m
         def time_gemm(self, request: Any, facts: Any) -> Any:
             raise UserError("the worker cannot be started")
 
-    monkeypatch.setattr(run, "make_lanes", lambda job, *_args: [Broken(job)])
+    monkeypatch.setattr(tune, "make_lanes", lambda job, *_args: [Broken(job)])
     done = command.run(*arguments(command, "--batch-sizes", "64", "--quiet"))
     assert (done.code, done.err) == (2, "sm120tune: error: the worker cannot be started\n")
     assert not list(command.line.folder.iterdir())

@@ -36,7 +36,6 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"{LAYER}per_channel = true\nper-channel = true", ["job 1", "'per-channel'", "twice"]),
         (f"{LAYER}{WIDER}tp = 3", ["job 2", "--inter 64"]),
         (f"{LAYER}{LAYER}", ["E=4 N=64", "twice"]),
-        (f"{LAYER}{LAYER}".replace("hidden = 64", "hidden = 32", 1), ["share the file", "E=4,N=64"]),
     ],
 )
 def test_a_wrong_job_is_one_line_that_names_it(command: InProcess, beside: Path, text: str, words: list[str]) -> None:

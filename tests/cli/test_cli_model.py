@@ -62,7 +62,6 @@ def test_numbers_beside_a_model(command: InProcess, number: str) -> None:
         ("Qwen3-235B-A22B-FP8", ["--tp", "8"], ["Qwen3-235B-A22B-FP8", "N=192", "128"]),
         (str(DATA / "glm5_nvfp4"), [], ["glm5_nvfp4", "FP4 MoE kernels", "--force"]),
         ("gpt-oss-20b", [], ["gpt-oss-20b", "MXFP4", "changes nothing", "--force"]),
-        (str(DATA / "nemotron_h.json"), ["--force"], ["nemotron_h", "no gate projection"]),
         ("GLM-5", ["--timer", "replay:table.parquet"], ["--timer replay:FILE", "--model"]),
     ],
 )
@@ -76,6 +75,12 @@ def test_force_goes_on(command: InProcess) -> None:
     assert "note: forced; by default SGLang runs these experts in" in said
 
 
+def test_experts_without_a_gate(command: InProcess) -> None:
+    files, said = planned(command, str(DATA / "nemotron_h.json"), "--tp", "8", "--force")
+    assert files[0] == f"E=128,N=232,device_name={CARD_FILE}.json"
+    assert "bf16 without gate" in said
+
+
 def test_a_quantized_model_brings_its_blocks(command: InProcess) -> None:
     files, said = planned(command, "GLM-5-FP8", "--tp", "8")
     assert files[0] == f"E=257,N=256,device_name={CARD_FILE},dtype=fp8_w8a8,block_shape=[128, 128].json"
@@ -85,10 +90,20 @@ def test_a_quantized_model_brings_its_blocks(command: InProcess) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_groups_that_a_config_does_not_hold_are_asked_for(command: InProcess, tmp_path: Path, bits: int) -> None:
     config = json.loads((DATA / "mixtral.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": bits}
+    config["quantization_config"] = {"quant_method": "gptq", "bits": bits, "group_size": -1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = model_args(command, str(tmp_path / "config.json"), "--force")
     command.refused(*args, words=["--group-size", f"int{bits}_w{bits}a16", "--dtype"])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_that_a_config_holds_are_tuned(command: InProcess, tmp_path: Path, bits: int) -> None:
+    config = json.loads((DATA / "mixtral.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": bits, "group_size": 64, "sym": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files, said = planned(command, str(tmp_path / "config.json"), "--force")
+    assert f",dtype=int{bits}_w{bits}a16.json" in files[0]
+    assert f"int{bits}_w{bits}a16 group 64 with zero points" in said
 
 
 def test_force_without_a_model(command: InProcess) -> None:

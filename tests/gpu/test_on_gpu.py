@@ -34,6 +34,7 @@ SMALL = MoEProblem.from_parallelism(experts=32, tp=1, inter=256, hidden=1024, to
 RAGGED = MoEProblem.from_parallelism(experts=7, tp=1, inter=208, hidden=720, topk=3)
 EXPERT_PARALLEL = MoEProblem.from_parallelism(experts=32, tp=4, ep=4, inter=256, hidden=1024, topk=4)
 SHARED = MoEProblem.from_parallelism(experts=16, tp=1, inter=256, hidden=512, topk=2, shared_experts=1)
+GATELESS = MoEProblem.from_parallelism(experts=16, tp=1, inter=256, hidden=512, topk=3, gated=False)
 HALF = MoEProblem.from_parallelism(experts=8, tp=1, inter=256, hidden=512, topk=2, dtype="fp16")
 
 BASE = {"experts": 16, "tp": 1, "inter": 256, "hidden": 1024, "topk": 4}
@@ -88,7 +89,7 @@ def timer(problem: MoEProblem, max_m: int = 512, routing: Routing = UNIFORM, res
     return CudaTimer(workload, Launcher(source(problem)), torch.cuda.get_device_properties(0).L2_cache_size)
 
 
-@pytest.mark.parametrize("problem", [SMALL, RAGGED, EXPERT_PARALLEL, SHARED, HALF], ids=str)
+@pytest.mark.parametrize("problem", [SMALL, RAGGED, EXPERT_PARALLEL, SHARED, HALF, GATELESS], ids=str)
 @pytest.mark.parametrize("pair", [PLAIN, MIXED], ids=["plain", "mixed"])
 @pytest.mark.parametrize("m", [1, 33, 512])
 def test_chain_equals_the_reference(problem: MoEProblem, pair: TilePair, m: int) -> None:
@@ -128,7 +129,7 @@ def test_the_triton_quantizer_equals_the_one_of_the_reference(problem: MoEProble
     assert same.float().mean() > 0.999
 
 
-@pytest.mark.parametrize("problem", [SMALL, EXPERT_PARALLEL, SHARED, QUANTIZED[2]], ids=str)
+@pytest.mark.parametrize("problem", [SMALL, EXPERT_PARALLEL, SHARED, GATELESS, QUANTIZED[2]], ids=str)
 @pytest.mark.parametrize("m", [1, 64, 512])
 def test_down_tma_chain_equals_the_reference(problem: MoEProblem, m: int) -> None:
     if torch.cuda.get_device_capability() < (9, 0):

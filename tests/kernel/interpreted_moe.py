@@ -62,13 +62,13 @@ class Layer:
             else torch.from_numpy(topk_ids(problem, self.m, routing, seed=1))
         )
         assert self.ids.shape == (self.m, problem.topk)
-        e, n, k = problem.experts, problem.intermediate, problem.hidden
+        e, n, k, wide = problem.experts, problem.intermediate, problem.hidden, problem.gemm(Gemm.GATE_UP).n
         generator = torch.Generator().manual_seed(7)
         self.x = torch.randn(self.m, k, generator=generator).half()
-        self.w1 = (torch.randn(e, 2 * n, k, generator=generator) / math.sqrt(k)).half()
+        self.w1 = (torch.randn(e, wide, k, generator=generator) / math.sqrt(k)).half()
         self.w2 = (torch.randn(e, k, n, generator=generator) / math.sqrt(n)).half()
         rows = intermediate_rows(problem, self.m, self.up.BLOCK_SIZE_M, self.is_sorted)
-        self.gate_up_out = torch.full((rows, 2 * n), math.nan, dtype=torch.half)
+        self.gate_up_out = torch.full((rows, wide), math.nan, dtype=torch.half)
         self.activated = torch.full((rows, n), math.nan, dtype=torch.half)
         self.out = torch.full((self.m * problem.topk, k), math.nan, dtype=torch.half)
         self.alignment = align(self.ids, self.up.BLOCK_SIZE_M, e)
@@ -133,6 +133,10 @@ class Layer:
         launch(kernels.fused_moe, gemm_arguments(kernels, self.problem, variant, ARCH), dynamic, programs)
 
     def activation(self, kernels: Kernels) -> None:
+        if not self.problem.gated:
+            # As SGLang's fused_experts_impl: torch, not a kernel of its own.
+            self.activated = torch.square(torch.nn.functional.relu(self.gate_up_out))
+            return
         block = self.up.BLOCK_SIZE_M if self.is_sorted else 0
         dynamic = {
             "gateup_output": self.gate_up_out,

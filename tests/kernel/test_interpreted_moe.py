@@ -41,6 +41,7 @@ def problem(experts: int, inter: int, hidden: int, topk: int, **more: Any) -> Mo
 ODD = problem(5, 24, 40, 2)
 EVEN = problem(5, 32, 64, 2)
 SHARED = problem(6, 24, 40, 3, shared_experts=1)
+GATELESS = problem(5, 24, 40, 2, gated=False)
 PARALLEL = problem(4, 24, 40, 3, router_experts=12)
 
 # K is 40 and 24, N is 48 and 40: no block of these divides any of them.
@@ -50,6 +51,8 @@ Case = tuple[MoEProblem, int, Tile, Tile, dict[str, Any]]
 CASES: dict[str, Case] = {
     "odd sizes": (ODD, 7, UP, DOWN, {}),
     "even sizes": (EVEN, 7, Tile(16, 32, 32, 1), Tile(16, 16, 16, 3), {}),
+    "no gate": (GATELESS, 7, UP, DOWN, {}),
+    "no gate, sorted intermediate": (GATELESS, 7, UP, DOWN, {"sorted": True}),
     "one block is all": (ODD, 7, Tile(16, 64, 64, 1), Tile(16, 64, 32, 1), {}),
     "one token": (problem(9, 24, 40, 3), 1, UP, DOWN, {}),
     "one token, one expert": (problem(1, 24, 40, 1), 1, UP, DOWN, {}),

@@ -38,6 +38,15 @@ def test_guess_follows_the_staging_formula_and_sees_spills() -> None:
     assert guess_facts(Tile(128, 256, 64, 1, 8, 3), Quantization()).spill_bytes == 0
 
 
+def test_guess_knows_which_releases_of_triton_keep_unpacked_weights_in_registers() -> None:
+    packed, tile = Quantization("int4_w4a16", (0, 32)), Tile(16, 128, 64, 1, 4, 3)
+    assert guess_facts(tile, packed, "3.6.0").spill_bytes > 512
+    assert guess_facts(Tile(16, 64, 64, 1, 4, 3), packed, "3.6.0").spill_bytes == 0
+    for newer in ("3.7.1", "3.10.0", None):
+        assert guess_facts(tile, packed, newer) == guess_facts(tile, Quantization("int8_w8a16", (0, 32)), newer)
+    assert guess_facts(tile, Quantization(), "3.6.0") == guess_facts(tile, Quantization())
+
+
 def test_sm120_record_has_every_tile_that_fits_and_stages_as_the_formula_says() -> None:
     fitting = [
         tile

@@ -10,7 +10,7 @@ from sm120tune.errors import UserError
 from sm120tune.models import MoEModel, load_model
 from sm120tune.models.architectures import ARCHITECTURES
 from sm120tune.models.presets import PRESETS
-from sm120tune.problem import MoEProblem
+from sm120tune.problem import Gemm, MoEProblem
 
 CASES = [(name, tp, ep) for name, (_, _, layers) in EXPECTED.items() for tp, ep in layers]
 
@@ -133,6 +133,8 @@ def test_experts_without_a_gate() -> None:
     gateless = {name for name in EXPECTED if not load(name).gated}
     assert gateless == {"nemotron_h", "nemotron_h_latent"}
     assert load("nemotron_h").activation == "relu2"
+    layer = load("nemotron_h").problem(tp=8)
+    assert layer.gemm(Gemm.GATE_UP).n == layer.gemm(Gemm.DOWN).k == 232
 
 
 @pytest.mark.parametrize("name", PRESETS)

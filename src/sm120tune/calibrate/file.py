@@ -73,7 +73,7 @@ class Origin:
             clocks=clocks,
             versions={key: Fields(versions, "origin.versions.").text(key) for key in versions},
             kernel_source_hash=file.text("kernel_source_hash"),
-            problem=problem_from_json(file.take("problem")),
+            problem=problem_from_json(file.take("problem"), "origin.problem."),
             routing=file.text("routing"),
             seed=file.integer("seed"),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,17 +13,12 @@ from sm120tune.calibrate.assess import Assessment, assess
 from sm120tune.calibrate.choice import Chosen
 from sm120tune.calibrate.file import Calibration, Model, Origin
 from sm120tune.calibrate.measure import JOURNAL_SPACE, Clocks, Found, Measuring
-from sm120tune.compiler.cache import CompileCache
-from sm120tune.compiler.pool import CompilePool, VariantPool
-from sm120tune.errors import UserError
 from sm120tune.job import Job
 from sm120tune.measure.cost_constants import CardClass, formula_version, model_version
-from sm120tune.measure.lane import Timer
-from sm120tune.measure.replay import ReplayPool
 from sm120tune.observer import Observer
 from sm120tune.search.journal import Journal
 from sm120tune.state import cache_root
-from sm120tune.tune import first_error, make_lanes, torch_version
+from sm120tune.tune import RunOptions, only_first_error, open_lanes, open_pool, torch_version
 
 _CLOCKS_TIMEOUT_S = 10.0
 
@@ -38,27 +32,12 @@ class Result:
     found: Found
 
 
-def calibrate(
-    job: Job, chosen: Sequence[Chosen], start: CardClass, observer: Observer, *, fresh: bool, workers: int | None
-) -> Result:
+def calibrate(job: Job, chosen: Sequence[Chosen], start: CardClass, options: RunOptions, observer: Observer) -> Result:
     """Measure and fit; raises UserError, and KeyboardInterrupt with every finished tile in the journal."""
-    root = cache_root()
-    journal = Journal(root / "runs", _identity(job), fresh=fresh, space=JOURNAL_SPACE)
-    cache = CompileCache(root / "compile")
-    processes = workers or max(1, (os.cpu_count() or 1) - len(job.gpus))
-    pool: VariantPool = CompilePool(cache, processes) if job.table is None else ReplayPool(job.table)
-    lanes: list[Timer] = []
-    try:
-        lanes = make_lanes(job, cache, observer.event)
+    journal = Journal(cache_root() / "runs", _identity(job), fresh=options.fresh, space=JOURNAL_SPACE)
+    with open_pool(job, options) as pool, open_lanes(job, observer.event) as lanes, only_first_error():
         measuring = Measuring(job, pool, lanes[0], journal, observer, lambda: _clocks(job))
-        try:
-            found = asyncio.run(measuring.run(chosen))
-        except* UserError as group:
-            raise first_error(group) from None
-    finally:
-        for lane in lanes:
-            lane.stop()
-        pool.stop()
+        found = asyncio.run(measuring.run(chosen))
     assessment = assess(found.timed, job, start)
     return Result(_calibration(job, start, found, assessment), assessment, found)
 

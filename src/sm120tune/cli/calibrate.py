@@ -38,6 +38,7 @@ from sm120tune.measure.table import Table
 from sm120tune.problem import MoEProblem
 from sm120tune.quantization import DTYPES
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
+from sm120tune.tune import RunOptions
 
 DEFAULT_PROBLEM = {"experts": 128, "inter": 768, "hidden": 2048, "topk": 8}
 """Qwen3-30B-A3B's layer: 1.1 GiB of weights fit on a small card, and recorded tables hold it."""
@@ -132,8 +133,9 @@ def _calibrate(options: _Options) -> int:
         busy = busy_reason(gpu)
         if busy is not None:
             print(f"warning: {busy}", file=sys.stderr)
+    run_options = RunOptions(output.parent, options.fresh, workers=options.workers)
     with make_observer(console, quiet=options.quiet) as observer:
-        result = calibrate(job, chosen, start, observer, fresh=options.fresh, workers=options.workers)
+        result = calibrate(job, chosen, start, run_options, observer)
     written = _write(result.calibration, [output, *([applied_path(job.device.name)] if options.apply else [])])
     if options.as_json:
         document = result_json(result)

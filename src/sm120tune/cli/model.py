@@ -16,7 +16,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _BROUGHT = (
     "experts", "inter", "hidden", "topk", "dtype", "shared_experts", "block_shape", "per_channel", "group_size",
-    "zero_points",
+    "zero_points", "no_gate",
 )  # fmt: skip
 """Options whose values a model brings itself."""
 
@@ -66,17 +66,15 @@ def check_served_here(model: MoEModel, *, force: bool) -> None:
 
 def require_tunable(model: MoEModel) -> None:
     """Raise UserError for experts that cannot be tuned yet."""
-    if not model.gated:
-        raise UserError(f"{model.name}: its experts have no gate projection; only gated experts can be tuned so far")
     if model.dtype not in DTYPES:
         raise UserError(
             f"{model.name}: its experts are {model.dtype}, which cannot be tuned yet ({', '.join(DTYPES)} can); "
             "the check command takes it"
         )
-    if model.served_elsewhere is not None and model.dtype.endswith("a16"):
+    if model.served_elsewhere is not None and model.dtype.endswith("a16") and model.block_shape is None:
         # SGLang's grouped kernel is another one, and the file name does not say the group.
         raise UserError(
-            f"{model.name}: the groups of its {model.dtype} experts are not read from a --model; give the numbers with "
+            f"{model.name}: its config names no group size for its {model.dtype} experts; give the numbers with "
             "--dtype, --group-size and --zero-points"
         )
 

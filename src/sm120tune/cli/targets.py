@@ -45,6 +45,7 @@ class LayerOptions:
     per_channel: bool = False
     group_size: int | None = None
     zero_points: bool = False
+    no_gate: bool = False
     shared_experts: int = 0
 
     def targets(self) -> list[Target]:
@@ -74,6 +75,7 @@ class LayerOptions:
                 block_shape=scale_shape(self.block_shape, self.group_size),
                 per_channel_quant=self.per_channel,
                 zero_points=self.zero_points,
+                gated=not self.no_gate,
             )
             for tp in self.tp
         ]
@@ -121,7 +123,7 @@ def parse_tp(_context: click.Context, _parameter: click.Parameter, value: str) -
 
 _KINDS: tuple[tuple[type, str, frozenset[str]], ...] = (
     (str, "a string", frozenset({"model", "dtype", "block_shape"})),
-    (bool, "true or false", frozenset({"force", "per_channel", "zero_points"})),
+    (bool, "true or false", frozenset({"force", "per_channel", "zero_points", "no_gate"})),
     (int, "an integer", frozenset({"experts", "ep", "inter", "hidden", "topk", "group_size", "shared_experts"})),
 )
 """What a key of a job file may hold; ``tp`` is an integer or a list of them."""

@@ -35,6 +35,7 @@ from sm120tune.measure.table import Table
 from sm120tune.problem import DEFAULT_BATCH_SIZES
 from sm120tune.resolve import Card, CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.tune import Outcome, RunOptions, rows_to_merge, tune
+from sm120tune.tune_shared import tune_shared
 
 DEFAULT_TRIALS = {"cuda": 24, "model": 20, "replay": 24}
 
@@ -88,6 +89,7 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 @click.option(
     "--shared-experts", type=int, default=0, help="Shared experts fused into the routed ones: E+1, topk+1 each."
 )
+@click.option("--no-gate", is_flag=True, help="Experts without a gate projection and with squared ReLU (Nemotron-H).")
 @click.option(
     "--batch-sizes",
     default=_DEFAULT_SIZES,
@@ -165,32 +167,40 @@ def _tune(options: TuneOptions, began: float) -> int:
         resolve_job(JobRequest(one.problem, sizes, routing, settings, options.sglang, options.output, table), card)
         for one in targets
     ]
-    _check_file_names(jobs)
+    files = _by_file(jobs)
     if not options.dry_run and not options.replace:
         # All of them before the first: what is wrong with the last layer's files is no reason to stop half-way.
-        for job in jobs:
-            rows_to_merge(job, options.output)
+        for sharing in files:
+            rows_to_merge(sharing, options.output)
     _warn_if_busy(card)
+    notes = {job.problem: target.notes for target, job in zip(targets, jobs, strict=True)}
     documents: list[dict[str, Any]] = []
     outcomes: list[tuple[Job, Outcome]] = []
-    for number, (target, job) in enumerate(zip(targets, jobs, strict=True), 1):
-        if len(jobs) > 1:
-            console.rule(f"{number} of {len(jobs)}")
-        report.show_lines(console, target.notes)
-        report.show_job(console, job, options.output)
+    for number, sharing in enumerate(files, 1):
+        job = sharing[0]
+        if len(files) > 1:
+            console.rule(f"{number} of {len(files)}")
+        for one in sharing:
+            report.show_lines(console, notes[one.problem])
+            report.show_job(console, one, options.output)
         if options.dry_run:
-            plan = report.plan(job, options.workers)
-            report.show_plan(console, plan)
-            documents.append(plan.to_json())
+            for one in sharing:
+                plan = report.plan(one, options.workers)
+                report.show_plan(console, plan)
+                documents.append(plan.to_json())
             continue
         # A budget counts from the start of the command, for the first layer alone.
         begin = began if number == 1 else time.monotonic()
         run_options = RunOptions(options.output, options.fresh, options.replace, begin, options.workers)
         try:
             with make_observer(console, quiet=options.quiet) as observer:
-                outcome = tune(job, run_options, observer)
+                outcome = (
+                    tune(job, run_options, observer)
+                    if len(sharing) == 1
+                    else tune_shared(sharing, run_options, observer)
+                )
         except UserError as error:
-            if len(jobs) == 1:
+            if len(files) == 1:
                 raise
             done = f"the {number - 1} before it are written, " if number > 1 else ""
             raise UserError(f"{job.problem}: {error} ({done}the same command goes on from there)") from error
@@ -214,16 +224,20 @@ def _targets(options: TuneOptions) -> list[Target]:
     return options.layer.targets()
 
 
-def _check_file_names(jobs: list[Job]) -> None:
-    """Raise UserError where two layers ask for the same file: the second would replace the first."""
-    seen: dict[str, Job] = {}
+def _by_file(jobs: list[Job]) -> list[list[Job]]:
+    """Return the jobs of each file, those that share one together; raises UserError for a layer that is given twice."""
+    files: dict[str, list[Job]] = {}
     for job in jobs:
-        name = job.lookup.file_names(job.problem)[0]
-        if name in seen and seen[name].problem == job.problem:
+        sharing = files.setdefault(job.lookup.file_names(job.problem)[0], [])
+        if any(other.problem == job.problem for other in sharing):
             raise UserError(f"{job.problem} is given twice; drop one of the two")
-        if name in seen:
-            raise UserError(f"{seen[name].problem} and {job.problem} share the file {name}; tune them apart")
-        seen[name] = job
+        if sharing and job.settings.fewest_keys:
+            raise UserError(
+                f"--keys auto: {sharing[0].problem} and {job.problem} share a file, whose keys are not thinned out "
+                "yet; use --keys all"
+            )
+        sharing.append(job)
+    return list(files.values())
 
 
 def _table(options: TuneOptions) -> Table | None:

@@ -66,7 +66,14 @@ class Launcher:
         compiled[(blocks_m * blocks_n, 1, 1)](*launch_values(arguments, dynamic, _descriptor))
 
     def activation(self, block_size_m: int, operands: Operands, alignment: Alignment, *, sorted_rows: bool) -> None:
-        """Launch SiLU-and-multiply on the current stream, one program per row of the intermediate."""
+        """Launch SiLU-and-multiply on the current stream, one program per row of the intermediate.
+
+        Without a gate it is torch's squared ReLU, two kernels, as in SGLang's own call.
+        """
+        if not self.problem.gated:
+            torch.clamp_min(operands.gate_up_out, 0.0, out=operands.activated)
+            torch.square(operands.activated, out=operands.activated)
+            return
         variant = ActivationVariant(block_size_m if sorted_rows else 0, sorted_rows)
         compiled, arguments = self._load(variant)
         dynamic = {

@@ -34,7 +34,7 @@ def activation_bytes(problem: MoEProblem, max_m: int, max_block_m: int = 256) ->
     """Return the bytes of all activations of one call with M tokens, padding for sorted intermediates included."""
     rows = max_m * problem.topk
     padded = rows + min(rows, problem.experts + 1) * (max_block_m - 1)
-    outputs = padded * 3 * problem.intermediate + rows * problem.hidden
+    outputs = padded * (problem.gemm(Gemm.GATE_UP).n + problem.intermediate) + rows * problem.hidden
     operands = max_m * problem.hidden + (
         padded * problem.intermediate if problem.quantization.operand_bytes == 1 else 0
     )

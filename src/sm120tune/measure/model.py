@@ -56,10 +56,19 @@ def estimate_gemm(
 
 
 def estimate_tiles(
-    problem: MoEProblem, gemm: Gemm, tiles: Sequence[Tile], m: int, device: Device, routing: Routing
+    problem: MoEProblem,
+    gemm: Gemm,
+    tiles: Sequence[Tile],
+    m: int,
+    device: Device,
+    routing: Routing,
+    triton_version: str | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Estimate one GEMM's time in µs for many tiles that need not be compiled; infinite where one cannot run."""
-    facts = [facts_without_compiling(tile, problem, device) for tile in tiles]
+    """Estimate one GEMM's time in µs for many tiles that need not be compiled; infinite where one cannot run.
+
+    ``triton_version`` is the compiler that their registers are guessed for, None for a new one.
+    """
+    facts = [facts_without_compiling(tile, problem, device, triton_version) for tile in tiles]
     runs = [i for i, tile in enumerate(tiles) if blocks_per_sm(tile, device, facts[i])[0] > 0]
     us = np.full(len(tiles), math.inf)
     if runs:
@@ -79,11 +88,13 @@ def likely_group(problem: MoEProblem, gemm: Gemm, m: int, block_size_m: int, rou
     return 16 if blocks_an_expert > (1 if gemm is Gemm.DOWN else 6) else 1
 
 
-def facts_without_compiling(tile: Tile, problem: MoEProblem, device: Device) -> TileFacts:
+def facts_without_compiling(
+    tile: Tile, problem: MoEProblem, device: Device, triton_version: str | None = None
+) -> TileFacts:
     """Return what the compiler said of this tile for another problem, or a guess where it is not recorded."""
     stored = problem.quantization
     recorded = None if stored.quantized else recorded_facts(tile, device.arch)
-    return recorded or guess_facts(tile, stored)
+    return recorded or guess_facts(tile, stored, triton_version)
 
 
 def gemm_load(problem: MoEProblem, gemm: Gemm, m: int, routing: Routing, block_m: npt.NDArray[np.float64]) -> Load:

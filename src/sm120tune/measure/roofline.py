@@ -41,12 +41,12 @@ def gemm_work(problem: MoEProblem, gemm: Gemm, m: int, routing: Routing, seed: i
 
 
 def activation_work(problem: MoEProblem, m: int) -> Work:
-    """Return SiLU-and-multiply's traffic: M * topk rows of 2N read and of N written; its flops are not counted.
+    """Return the activation's traffic: M * topk rows of 2N read and of N written; its flops are not counted.
 
-    Where A is quantized, its rows are read once more and written in their own size.
+    Without a gate N are read. Where A is quantized, its rows are read once more and written in their own size.
     """
     stored = problem.quantization
-    per_column = 3 * stored.output_bytes
+    per_column = (3 if problem.gated else 2) * stored.output_bytes
     if stored.operand_bytes == 1:
         per_column += stored.output_bytes + stored.operand_bytes
     return Work(float(m * problem.topk * problem.intermediate * per_column), 0.0)

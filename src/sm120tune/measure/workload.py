@@ -18,7 +18,7 @@ from sm120tune.measure.stored import (
     quantize_rows,
     random_weights,
 )
-from sm120tune.problem import MoEProblem
+from sm120tune.problem import Gemm, MoEProblem
 
 _MAX_ROTATION = 32
 _MIN_ROTATION_SMALL_M = 8
@@ -79,13 +79,13 @@ class Workload:
         self.stored = stored = problem.quantization
         self._dtype = compute_dtype(stored)
         generator = torch.Generator(device=device).manual_seed(seed)
-        e, n, k = problem.experts, problem.intermediate, problem.hidden
-        self._w1 = [random_weights(stored, self.resident, 2 * n, k, generator) for _ in range(copies)]
+        e, n, k, wide = problem.experts, problem.intermediate, problem.hidden, problem.gemm(Gemm.GATE_UP).n
+        self._w1 = [random_weights(stored, self.resident, wide, k, generator) for _ in range(copies)]
         self._w2 = [random_weights(stored, self.resident, k, n, generator) for _ in range(copies)]
         rows = max_m * problem.topk
         padded = rows + min(rows, e + 1) * 255
         self._hidden = quantize_rows(self._random((max_m, k), generator), stored)
-        self._gate_up_out = torch.zeros((padded, 2 * n), dtype=self._dtype, device=device)
+        self._gate_up_out = torch.zeros((padded, wide), dtype=self._dtype, device=device)
         self._activated = self._random((padded, n), generator)
         self._down_in = Activations(self._activated)
         if stored.operand_bytes == 1:

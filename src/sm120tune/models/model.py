@@ -57,6 +57,7 @@ class MoEModel:
                 block_shape=self.block_shape,
                 per_channel_quant=self.per_channel_quant,
                 zero_points=self.zero_points,
+                gated=self.gated,
             )
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sm120tune.problem import MoEProblem
+from sm120tune.problem import Gemm, MoEProblem
 from sm120tune.tiles import Tile, TilePair
 from sm120tune.upstream.errors import UpstreamError
 from sm120tune.upstream.locate import SGLangTree
@@ -113,7 +113,7 @@ class ConfigLookup:
         shape = (problem.experts, problem.hidden, problem.key_n)
         try:
             up, (down, _) = self._function("try_get_optimal_moe_config")(
-                (problem.experts, 2 * problem.intermediate, problem.hidden),
+                (problem.experts, problem.gemm(Gemm.GATE_UP).n, problem.hidden),
                 shape,
                 problem.topk,
                 config_dtype(problem),
