@@ -293,9 +293,10 @@ def test_weight_bytes_are_those_of_the_workloads_tensors(problem: MoEProblem) ->
         assert problem.experts * expert_bytes(problem, gemm) == taken
     assert weight_bytes(problem) == sum(nbytes(w.codes, w.scales, w.zeros) for w in (call.w1, call.w2))
     # The activations' scales, 4 bytes for each group, are left out.
+    operands = (call.tokens, call.hidden.codes, call.down_in.codes)
     rooms = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (call.hidden.codes, call.gate_up_out, call.activated, call.down_in.codes, call.down_out)
+        for tensor in (*operands, call.gate_up_out, call.activated, call.down_out)
     }
     assert activation_bytes(problem, 9) == sum(rooms.values())
 

@@ -109,6 +109,23 @@ def test_a_row_that_is_wrong_or_fails(verify: Command, tile: Tile, word: str, no
     assert rows[8]["holds"] is False
 
 
+def test_a_quantized_pair_is_judged_in_its_own_storage(verify: Command) -> None:
+    problem = replace(PROBLEM, dtype="int4_w4a16", block_shape=(0, 32), zero_points=True)
+    file = up_file(verify.maker, dict.fromkeys(SIZES, FAST), problem=problem)
+    assert ",N=48," in file.name
+    row = verify.rows(file, "--batch-sizes", "8")[8]
+    assert (row["verdict"], row["loaded"]) == ("faster", True)
+    assert 0 < row["error"] < 0.01
+
+
+def test_a_release_whose_call_lacks_what_the_layer_needs(verify: Command) -> None:
+    problem = replace(PROBLEM, dtype="fp8_w8a8", per_channel_quant=True)
+    code, out, err = verify.run(up_file(verify.maker, dict.fromkeys(SIZES, FAST), problem=problem))
+    assert (code, out) == (2, "")
+    assert "fp8_w8a8 cannot be verified with SGLang 0.5.23: its fused_moe does not take per_channel_quant" in err
+    assert "use_fp8_w8a8" in err
+
+
 def test_the_same_rows_are_the_same(verify: Command) -> None:
     rows = verify.rows(up_file(verify.maker, dict.fromkeys(SIZES, SLOW)), "--batch-sizes", "8")
     assert rows[8]["verdict"] == "same"

@@ -138,10 +138,6 @@ def _wanted(options: _Options) -> Wanted:
 
 def _plan(pair: ConfigPair, options: _Options, gpus: tuple[LocalGPU, ...]) -> VerifyOptions:
     gpu = _gpu(pair, options.gpu, gpus)
-    if pair.record.problem.dtype not in UNQUANTIZED:
-        raise UserError(
-            f"{pair.up_path}: {pair.record.problem.dtype} cannot be verified yet, only {', '.join(UNQUANTIZED)}"
-        )
     sizes = options.batch_sizes or tuple(sorted({*pair.up_rows, *(gap.last_below for gap in gaps(list(pair.up_rows)))}))
     check_memory(pair.record.problem, max(sizes), (gpu,))
     tuned_with = next((row.routing for row in pair.record.rows if row.routing != UNKNOWN_ROUTING), "uniform")
