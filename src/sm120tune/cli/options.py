@@ -32,8 +32,12 @@ def place_options(command: _F) -> _F:
 
 def quantization_options(command: _F) -> _F:
     """Add the options that say how weights and activations are quantized."""
+    return click.option("--dtype", default="bf16", help=f"One of {', '.join(DTYPES)}.")(scale_options(command))
+
+
+def scale_options(command: _F) -> _F:
+    """Add the options that say what shares one weight scale."""
     options = (
-        click.option("--dtype", default="bf16", help=f"One of {', '.join(DTYPES)}."),
         click.option(
             "--block-shape", help="Block of a block-wise checkpoint, for example 128,128.  [default: no blocks]"
         ),
@@ -90,6 +94,11 @@ def layer_options(dtypes: Sequence[str], hidden: int | str, topk: int | str) -> 
         return command
 
     return add
+
+
+def given(value: object) -> bool:
+    """Whether an option without a default was given."""
+    return value is not None and value is not False
 
 
 def given_or(value: int | None, default: int) -> int:
