@@ -325,8 +325,8 @@ def test_without_a_gpu_of_that_card(verify: Command, monkeypatch: pytest.MonkeyP
     ("args", "words"),
     [
         ([], "--model or --experts and --inter"),
-        (["--force"], "give either"),
         ([*NUMBERS, "--force"], "--force is about the experts of a --model"),
+        (["FILE", "--force"], "--force is about the experts of a --model"),
         (["FILE", *NUMBERS], "give either"),
         (["--experts", "12"], "missing --inter"),
         ([*NUMBERS, "--tp", "0"], "--tp must be at least 1, not 0"),
@@ -339,7 +339,7 @@ def test_without_a_gpu_of_that_card(verify: Command, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_bad_input(verify: Command, args: list[str], words: str) -> None:
-    big = PROBLEM.__class__(**{**vars(PROBLEM), "hidden": 65536}) if words == "GiB are free" else PROBLEM
+    big = replace(PROBLEM, hidden=65536) if words == "GiB are free" else PROBLEM
     file = str(up_file(verify.maker, dict.fromkeys(SIZES, FAST), problem=big))
     code, out, err = verify.run(*[file if arg == "FILE" else arg for arg in args])
     assert (code, out) == (2, "")

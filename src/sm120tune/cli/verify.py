@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from sm120tune.cli.model import check_no_numbers, model_options
+from sm120tune.cli.model import check_force, check_no_numbers, model_options
 from sm120tune.cli.options import (
     batch_sizes,
     given,
@@ -112,6 +112,7 @@ def verify_command(**options: Any) -> int:
 def _verify(options: _Options) -> int:
     if options.seed < 0:
         raise UserError(f"--seed must be 0 or more, not {options.seed}")
+    check_force(options.model, force=options.force)
     if bool(options.files) == bool(options.layer):
         both = f"{options.files[0]} and {options.layer[0]}: " if options.files else ""
         raise UserError(f"{both}give either a pair's file or, for an installed pair, --model or --experts and --inter")
@@ -149,7 +150,6 @@ def _wanted(options: _Options) -> Wanted:
         return Wanted(target.problem)
     shape = scale_shape(options.block_shape, options.group_size)
     layer = LayerOptions(
-        force=options.force,
         experts=options.experts,
         tp=tp,
         ep=given_or(options.ep, 1),
