@@ -21,8 +21,8 @@ from stand_ins import install
 
 from sm120tune.measure import stored as stored_module
 from sm120tune.quantization import DTYPES
-from sm120tune.upstream import find_sglang
-from sm120tune.upstream.running import RunningSGLang, import_fused_moe
+from sm120tune.upstream import SGLangTree, find_sglang
+from sm120tune.upstream.running import FusedMoE, RunningSGLang, import_fused_moe
 from sm120tune.verify import judge
 from sm120tune.verify.messages import Request
 from sm120tune.verify.stopwatch import Call, Recording
@@ -59,11 +59,8 @@ class _Wrong(RunningSGLang):
         return super().call(tokens, w1, w2, *more)
 
 
-def main() -> None:
-    site = Path(sys.argv[1])
-    install(site, sys.argv[2])
-    tree = find_sglang(site)
-    fused_moe = import_fused_moe(tree)
+def answer(tree: SGLangTree, fused_moe: FusedMoE) -> None:
+    """Answer the cases on standard input."""
     answers = []
     for case in json.load(sys.stdin):
         request = Request.from_json(case["request"])
@@ -76,4 +73,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    site = Path(sys.argv[1])
+    install(site, sys.argv[2])
+    tree = find_sglang(site)
+    answer(tree, import_fused_moe(tree))
