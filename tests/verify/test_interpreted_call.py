@@ -46,6 +46,7 @@ def layer(dtype: str, **how: Any) -> MoEProblem:
 
 LAYERS = {
     "fp16": layer("fp16"),
+    "fp16, no gate": layer("fp16", gated=False),
     "fp8, one scale": layer("fp8_w8a8"),
     "fp8 channels": layer("fp8_w8a8", per_channel_quant=True),
     "fp8 blocks": layer("fp8_w8a8", block_shape=(32, 32)),

@@ -106,6 +106,7 @@ class RunningSGLang:
             num_experts=problem.router_experts + problem.shared_experts,
             num_local_experts=problem.experts,
             inplace=False,
+            **({} if problem.gated else {"activation": "relu2", "is_gated": False}),
         )
         self._log = _Log()
         self._lookup.logger.addHandler(self._log)
