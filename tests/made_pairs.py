@@ -63,6 +63,7 @@ class Maker:
         """Write a pair that fits the tree and this Triton, but for the changes."""
         tree = find_sglang(self.site)
         pairs = rows(1, 8, 64) if pairs is None else pairs
+        problem = changes.get("problem", PROBLEM)
         items = tuple(
             RowProvenance(
                 m=m, status=RowStatus.TUNED, today=None, chosen=pair, today_us=None, today_spread_us=None,
@@ -75,7 +76,7 @@ class Maker:
         record = FileProvenance(
             tool_version="0.1.0", kind="measured", problem=PROBLEM, device={"name": CARD, "driver": "580.1"},
             versions={"torch": "2.11.0", "triton": triton.__version__, "sglang": tree.version},
-            kernel_source_hash=load_kernels(tree).source_hash, search={}, failures={}, rows=items,
+            kernel_source_hash=load_kernels(tree).hash_for(problem.quantization), search={}, failures={}, rows=items,
         )  # fmt: skip
         record = dataclasses.replace(record, **changes)
         version = record.versions["triton"]

@@ -100,11 +100,10 @@ def cut_reason(problem: MoEProblem, m: int, tile: Tile, limits: SpaceLimits, val
 
 
 def wrong_numbers(problem: MoEProblem, tile: Tile) -> str | None:
-    """Return why SGLang's kernel would compute wrong numbers with this tile, or None.
+    """Return why SGLang's kernel would compute wrong numbers with this tile in one of the GEMMs, or None.
 
     Block-wise quantization loads one scale per K step, and one for all columns of a tile that is narrower than a
-    block. The kernel for grouped weights loads B without a mask, so a ragged last step would read the next rows, and
-    past the last expert's.
+    block. The kernel for grouped weights has a scale for every row of a step, but :func:`ragged_step` counts.
     """
     stored, shape = problem.quantization, problem.block_shape
     if stored.granularity is Granularity.BLOCK and shape is not None:
@@ -112,11 +111,23 @@ def wrong_numbers(problem: MoEProblem, tile: Tile) -> str | None:
             return f"BLOCK_SIZE_K {tile.BLOCK_SIZE_K} does not divide the quantization block's {shape[1]}"
         if tile.BLOCK_SIZE_N < shape[0] and shape[0] % tile.BLOCK_SIZE_N:
             return f"BLOCK_SIZE_N {tile.BLOCK_SIZE_N} does not divide the quantization block's {shape[0]}"
-    if stored.granularity is Granularity.GROUP:
-        for gemm in Gemm:
-            if problem.gemm(gemm).k % tile.BLOCK_SIZE_K:
-                return f"BLOCK_SIZE_K {tile.BLOCK_SIZE_K} does not divide {gemm}'s K {problem.gemm(gemm).k}"
-    return None
+    return next((ragged for gemm in Gemm if (ragged := ragged_step(problem, gemm, tile)) is not None), None)
+
+
+def is_grouped(problem: MoEProblem) -> bool:
+    """Whether SGLang's second kernel runs the layer; for int4 whether its group is known or not."""
+    return problem.dtype == "int4_w4a16" or (problem.dtype == "int8_w8a16" and problem.block_shape is not None)
+
+
+def ragged_step(problem: MoEProblem, gemm: Gemm, tile: Tile) -> str | None:
+    """Return why the kernel for grouped weights would read past the rows of a GEMM's B, or None.
+
+    It loads B without a mask: a ragged last step reads the next rows, which count nothing, and past the last expert's.
+    """
+    k = problem.gemm(gemm).k
+    if not is_grouped(problem) or k % tile.BLOCK_SIZE_K == 0:
+        return None
+    return f"BLOCK_SIZE_K {tile.BLOCK_SIZE_K} does not divide {gemm}'s K {k}"
 
 
 Heuristic = Callable[[MoEProblem, int, Tile], bool]

@@ -117,6 +117,57 @@ def test_a_quantized_layer(command: Command, newest: Copy) -> None:
     assert staged <= span["gate_up_use"]["shared_bytes"] <= staged + 1024
 
 
+@pytest.mark.parametrize("zeros", [[], ["--zero-points"]])
+def test_groups_are_compiled_as_what_they_are(command: Command, newest: Copy, zeros: list[str]) -> None:
+    rest = ",dtype=int4_w4a16"
+    newest.write(name(inter=128, rest=rest), {"1": row(BLOCK_SIZE_K=128)})
+    # The kernel for groups takes no notice of USE_TMA, and does not say so either.
+    newest.write(name(inter=128, rest=f"{rest}_down"), {"1": row(BLOCK_SIZE_K=128, USE_TMA=True)})
+    where = ["--device", CARD, "--sglang", newest.tree.package.parent, "--workers", "2"]
+    code, document = command.document(*LAYER, "--dtype", "int4_w4a16", "--group-size", "64", *zeros, *where)
+    assert code == 0
+    (span,) = document["server"]["spans"]
+    assert (
+        f"int4_w4a16 group 64{' with zero points' if zeros else ''} on"
+        in command.run(*LAYER, "--dtype", "int4_w4a16", "--group-size", "64", *zeros, *where)[1]
+    )
+    # A step of 128 over two groups of 64 is right, and the launch is known exactly.
+    assert not {f["code"] for f in document["findings"]} & {"k-over-group", "k-ragged", "tma-uneven", "lower-bound"}
+    for use in (span["gate_up_use"], span["down_use"]):
+        assert use["exact"] is True
+        # A alone is staged.
+        assert use["shared_bytes"] >= 2 * 16 * 128 * 2
+    # Without the group nothing is compiled.
+    code, document = command.document(*LAYER, "--dtype", "int4_w4a16", *where)
+    assert code == 0
+    assert document["server"]["spans"][0]["gate_up_use"]["exact"] is False
+    assert "lower-bound" in {f["code"] for f in document["findings"]}
+
+
+def test_int8_with_groups_is_another_kernel_than_without(command: Command, newest: Copy) -> None:
+    newest.write(name(rest=",dtype=int8_w8a16"), {"1": row()})
+    newest.write(name(rest=",dtype=int8_w8a16_down"), {"1": row()})
+    where = ["--device", CARD, "--sglang", newest.tree.package.parent, "--workers", "2"]
+    uses = []
+    for how in ([], ["--group-size", "32"]):
+        _, document = command.document(*LAYER, "--dtype", "int8_w8a16", *how, *where)
+        (span,) = document["server"]["spans"]
+        assert span["gate_up_use"]["exact"] is True
+        uses.append((span["gate_up_use"]["shared_bytes"], span["gate_up_use"]["registers"]))
+    assert uses[0] != uses[1]
+
+
+def test_a_ragged_step_over_groups_is_a_warning(command: Command, newest: Copy) -> None:
+    layer = ["--experts", "32", "--inter", "96", "--dtype", "int4_w4a16", "--group-size", "32"]
+    for down in ("", "_down"):
+        newest.write(name(inter=48, rest=f",dtype=int4_w4a16{down}"), {"1": row()})
+    code, document = command.document(*layer, "--device", CARD, "--sglang", newest.tree.package.parent)
+    assert code == 0
+    (found,) = [f for f in document["findings"] if f["code"] == "k-ragged"]
+    assert (found["level"], found["file"].endswith("_down.json")) == ("warning", True)
+    assert "BLOCK_SIZE_K 64 does not divide down's K 96" in found["what"]
+
+
 def test_expert_parallelism(command: Command, newest: Copy) -> None:
     args = ["--experts", "256", "--tp", "8", "--ep", "8", "--inter", "2048", "--dtype", "int8_w8a16", "--device", CARD]
     _, document = command.document(*args, "--sglang", newest.tree.package.parent)
@@ -134,6 +185,11 @@ def test_expert_parallelism(command: Command, newest: Copy) -> None:
         ([*LAYER, "--dtype", "fp4", "--device", CARD], ["--dtype fp4", "fp8_w8a8"]),
         ([*LAYER, "--block-shape", "128", "--dtype", "fp8_w8a8", "--device", CARD], ["--block-shape '128'", "128,128"]),
         ([*LAYER, "--block-shape", "128,128", "--device", CARD], ["--block-shape", "bf16"]),
+        ([*LAYER, "--group-size", "128", "--device", CARD], ["--group-size", "bf16"]),
+        ([*LAYER, "--dtype", "float32", "--group-size", "128", "--device", CARD], ["--group-size", "float32"]),
+        ([*LAYER, "--dtype", "int4_w4a16", "--group-size", "48", "--device", CARD], ["--group-size 48", "128"]),
+        ([*LAYER, "--dtype", "int4_w4a16", "--zero-points", "--device", CARD], ["int4_w4a16 needs --group-size"]),
+        (["file.json", "--group-size", "128"], ["--group-size", "file.json"]),
         (["--device", "RTX 9999"], ["RTX 9999", "unknown"]),
         (["--device", CARD, "--all-cards"], ["--all-cards"]),
         ([], ["nothing to check"]),

@@ -159,6 +159,23 @@ def test_values_repeat_each_scale_over_its_group() -> None:
     assert values.tolist() == [[1, 1, 2, 2], [3, 3, 4, 4]]
 
 
+@each_quantizer
+def test_codes_as_sglangs_own_call_makes_them(stored: Quantization) -> None:
+    x = rows_of(64).bfloat16()
+    chain, call = quantize_rows(x, stored), quantize_rows(x, stored, as_call=True)
+    exact = x.double() / Activations(torch.ones_like(x), call.scales).values().double()
+    if stored.granularity is Granularity.TENSOR:
+        # Rounded once, from fp32; the chain rounds the scaled numbers to bf16 before.
+        assert torch.equal(call.codes.float(), exact.float().clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    elif stored == STORAGES["int8 channels"]:
+        assert float((call.codes - exact).abs().max()) < 0.501
+        assert float((chain.codes - exact).abs().max()) > 0.9
+    else:
+        assert torch.equal(call.codes.float(), chain.codes.float())
+        return
+    assert float((call.codes.float() != chain.codes.float()).float().mean()) > 0.01
+
+
 # Weights
 
 
@@ -293,9 +310,10 @@ def test_weight_bytes_are_those_of_the_workloads_tensors(problem: MoEProblem) ->
         assert problem.experts * expert_bytes(problem, gemm) == taken
     assert weight_bytes(problem) == sum(nbytes(w.codes, w.scales, w.zeros) for w in (call.w1, call.w2))
     # The activations' scales, 4 bytes for each group, are left out.
+    operands = (call.tokens, call.hidden.codes, call.down_in.codes)
     rooms = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (call.hidden.codes, call.gate_up_out, call.activated, call.down_in.codes, call.down_out)
+        for tensor in (*operands, call.gate_up_out, call.activated, call.down_out)
     }
     assert activation_bytes(problem, 9) == sum(rooms.values())
 

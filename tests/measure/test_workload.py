@@ -48,7 +48,8 @@ def storages(workload: Workload, m: int) -> dict[int, int]:
     for index in range(workload.copies):
         call = workload.operands(m, index, 1)
         for tensor in (
-            call.hidden.codes, call.w1.codes, call.w2.codes, call.gate_up_out, call.activated, call.down_out,
+            call.tokens, call.hidden.codes, call.w1.codes, call.w2.codes, call.gate_up_out, call.activated,
+            call.down_out,
         ):  # fmt: skip
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()

@@ -60,20 +60,32 @@ def get_config():
     f"{UTILS}/fused_moe.py": f"""
 up_moe_use_tma = False
 import torch
-from sm120tune.reference import reference_moe
-from .fused_moe_triton_config import try_get_optimal_moe_config
+from sm120tune.measure.stored import Weights, compute_dtype
+from sm120tune.quantization import Quantization
+from sm120tune.reference import reference_moe, reference_quantized_moe
+from .fused_moe_triton_config import get_config_dtype_str, try_get_optimal_moe_config
 last_us = 0.0
-def fused_moe(hidden, w1, w2, topk_output, config):
+def fused_moe(hidden, w1, w2, topk_output, config, use_int4_w4a16=False, w1_scale=None, w2_scale=None, w1_zp=None,
+              w2_zp=None, block_shape=None):
     global last_us
     m = hidden.shape[0]
+    dtype = get_config_dtype_str(hidden.dtype, use_int4_w4a16=use_int4_w4a16)
     up, (down, _) = try_get_optimal_moe_config(
-        w1.shape, w2.shape, topk_output.topk_ids.shape[1], None, m, return_down_config=True)
+        w1.shape, w2.shape, topk_output.topk_ids.shape[1], dtype, m, block_shape=block_shape, return_down_config=True)
     down = up if down is None else down
     rows = (up, down)
     if any(row.get("num_stages") == {FAILING_STAGES} for row in rows):
         raise RuntimeError("out of resource: shared memory, Required: 147456, Hardware limit: 101376")
     last_us = sum(40.0 if row.get("num_warps", 4) == {FAST_WARPS} else 50.0 for row in rows)
-    out = reference_moe(hidden, w1, w2, topk_output.topk_weights, topk_output.topk_ids).to(hidden.dtype)
+    if dtype is None:
+        out = reference_moe(hidden, w1, w2, topk_output.topk_weights, topk_output.topk_ids)
+    else:
+        stored = Quantization(dtype, tuple(block_shape), zero_points=w1_zp is not None)
+        first, second = Weights(stored, w1, w1_scale, w1_zp), Weights(stored, w2, w2_scale, w2_zp)
+        rounded = lambda inner: inner.to(compute_dtype(stored)).float()
+        out = reference_quantized_moe(
+            hidden, first.expert, second.expert, rounded, topk_output.topk_weights, topk_output.topk_ids)
+    out = out.to(hidden.dtype)
     return out * 1.5 if any(row["GROUP_SIZE_M"] == {WRONG_GROUP} for row in rows) else out
 """,
 }

@@ -21,6 +21,7 @@ SIZES = (1, 8, 64)
 FAST = TilePair.same(Tile(16, 64, 64, 1, FAST_WARPS, 3))
 SLOW = TilePair.same(Tile(16, 64, 64, 1, SLOW_WARPS, 3))
 NUMBERS = ["--experts", "12", "--inter", "96"]
+DATA = Path(__file__).parents[1] / "data" / "models"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,22 @@ def test_a_row_that_is_wrong_or_fails(verify: Command, tile: Tile, word: str, no
     assert rows[8]["holds"] is False
 
 
+def test_a_quantized_pair_is_judged_in_its_own_storage(verify: Command) -> None:
+    file = up_file(verify.maker, dict.fromkeys(SIZES, FAST), problem=INT4)
+    assert ",N=48," in file.name
+    row = verify.rows(file, "--batch-sizes", "8")[8]
+    assert (row["verdict"], row["loaded"]) == ("faster", True)
+    assert 0 < row["error"] < 0.01
+
+
+def test_a_release_whose_call_lacks_what_the_layer_needs(verify: Command) -> None:
+    problem = replace(PROBLEM, dtype="fp8_w8a8", per_channel_quant=True)
+    code, out, err = verify.run(up_file(verify.maker, dict.fromkeys(SIZES, FAST), problem=problem))
+    assert (code, out) == (2, "")
+    assert "fp8_w8a8 cannot be verified with SGLang 0.5.23: its fused_moe does not take per_channel_quant" in err
+    assert "use_fp8_w8a8" in err
+
+
 def test_the_same_rows_are_the_same(verify: Command) -> None:
     rows = verify.rows(up_file(verify.maker, dict.fromkeys(SIZES, SLOW)), "--batch-sizes", "8")
     assert rows[8]["verdict"] == "same"
@@ -154,9 +171,62 @@ def test_an_installed_quantized_pair_of_the_same_sizes_is_none_of_it(verify: Com
     code, _, err = verify.run(*NUMBERS)
     assert (code, "no pair for E=12, N=96 is installed" in err) == (2, True), err
     code, _, err = verify.run(*NUMBERS, "--dtype", "fp8_w8a8")
-    assert (code, "--dtype fp8_w8a8 cannot be verified, only bf16, fp16" in err) == (2, True), err
+    assert (code, "no pair for E=12, N=96, dtype=fp8_w8a8 is installed" in err) == (2, True), err
     verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, FAST)))
     assert verify.rows(*NUMBERS, "--batch-sizes", "1")[1]["verdict"] == "faster"
+
+
+INT4 = replace(PROBLEM, dtype="int4_w4a16", block_shape=(0, 32), zero_points=True)
+
+
+def test_an_installed_quantized_pair_by_numbers(verify: Command) -> None:
+    verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, FAST), problem=INT4))
+    # An unquantized layer of the same sizes in the name, with half as wide experts.
+    halved = replace(PROBLEM, intermediate=48)
+    verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, SLOW), problem=halved))
+    how = ["--dtype", "int4_w4a16", "--group-size", "32", "--zero-points"]
+    assert verify.rows(*NUMBERS, *how, "--batch-sizes", "1")[1]["verdict"] == "faster"
+    assert verify.rows("--experts", "12", "--inter", "48", "--batch-sizes", "1")[1]["verdict"] == "same"
+    for wrong, words in (
+        (how[:4], "int4_w4a16 group 32 with zero points, not for E=12 N=96 hidden=256 topk=2 int4_w4a16 group 32;"),
+        ([*how[:3], "64", "--zero-points"], "--inter 96 at tp 1 / ep 1 gives N=96, which is not divisible"),
+        (how[:2], "--dtype int4_w4a16 needs --group-size"),
+        (["--group-size", "32"], "--dtype bf16 is not quantized"),
+    ):
+        code, out, err = verify.run(*NUMBERS, *wrong)
+        assert (code, out) == (2, "")
+        assert words in err
+
+
+def test_the_installed_pair_of_a_model(verify: Command, tmp_path: Path) -> None:
+    config = json.loads((DATA / "glm4_moe.json").read_text())
+    config |= {"n_routed_experts": 11, "num_experts_per_tok": 1, "moe_intermediate_size": 192, "hidden_size": 256}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    model = ["--model", tmp_path / "model", "--tp", "2"]
+    code, _, err = verify.run(*model)
+    assert (code, "no pair for E=12, N=96 is installed" in err) == (2, True), err
+    fused = replace(PROBLEM, router_experts=11, shared_experts=1)
+    verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, FAST), problem=fused))
+    assert verify.rows(*model, "--batch-sizes", "1")[1]["verdict"] == "faster"
+    # By numbers too, where the shared expert may be told or counted with the others.
+    for numbers in (["--experts", "11", "--shared-experts", "1"], ["--experts", "12"]):
+        assert verify.rows(*numbers, "--inter", "96", "--topk", "1", "--batch-sizes", "1")[1]["verdict"] == "faster"
+    _, _, err = verify.run(*model, "--batch-sizes", "1")
+    assert "1 shared expert fused" in err
+    code, _, err = verify.run(*model, "--hidden", "256")
+    assert (code, "--model brings its own --hidden; drop one of the two" in err) == (2, True), err
+    code, _, err = verify.run(*model, up_file(verify.maker, dict.fromkeys(SIZES, FAST)))
+    assert (code, "give either a pair's file or" in err) == (2, True), err
+
+
+def test_a_pair_of_another_layer_is_no_models(verify: Command, tmp_path: Path) -> None:
+    verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, FAST)))
+    config = json.loads((DATA / "glm4_moe.json").read_text())
+    config |= {"n_routed_experts": 11, "num_experts_per_tok": 1, "moe_intermediate_size": 96, "hidden_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, err = verify.run("--model", tmp_path)
+    assert (code, "was tuned for --topk 2, not 1; tune for this layer" in err) == (2, True), err
 
 
 def test_an_installed_pair_of_another_layer(verify: Command) -> None:
@@ -254,7 +324,9 @@ def test_without_a_gpu_of_that_card(verify: Command, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], "--experts and --inter"),
+        ([], "--model or --experts and --inter"),
+        ([*NUMBERS, "--force"], "--force is about the experts of a --model"),
+        (["FILE", "--force"], "--force is about the experts of a --model"),
         (["FILE", *NUMBERS], "give either"),
         (["--experts", "12"], "missing --inter"),
         ([*NUMBERS, "--tp", "0"], "--tp must be at least 1, not 0"),
@@ -267,7 +339,7 @@ def test_without_a_gpu_of_that_card(verify: Command, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_bad_input(verify: Command, args: list[str], words: str) -> None:
-    big = PROBLEM.__class__(**{**vars(PROBLEM), "hidden": 65536}) if words == "GiB are free" else PROBLEM
+    big = replace(PROBLEM, hidden=65536) if words == "GiB are free" else PROBLEM
     file = str(up_file(verify.maker, dict.fromkeys(SIZES, FAST), problem=big))
     code, out, err = verify.run(*[file if arg == "FILE" else arg for arg in args])
     assert (code, out) == (2, "")

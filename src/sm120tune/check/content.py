@@ -162,7 +162,9 @@ def _against_name(label: str, key: str, tile: Tile, name: ConfigName | None) -> 
         found.append(
             Finding(Level.ERROR, "n-across-blocks", label, what, f"a divisor of {columns}, and tune again", key)
         )
-    if name is not None and name.down and tile.USE_TMA and name.intermediate % tile.BLOCK_SIZE_K:
+    # The kernel for int4 has no descriptors, whatever a row says.
+    tma = tile.USE_TMA and name is not None and name.down and name.dtype != "int4_w4a16"
+    if name is not None and tma and name.intermediate % tile.BLOCK_SIZE_K:
         found.append(uneven_tma(label, key, name.intermediate, tile))
     return found
 

@@ -138,7 +138,7 @@ class Resources:
     def compiles(self, problem: MoEProblem) -> bool:
         """Whether a layer's launches are compiled rather than bounded by the formula.
 
-        Not without an SGLang, for float32, or for int4, whose groups no file name tells.
+        Not without an SGLang, for float32, or for int4 whose group is not known: no file name tells it.
         """
         if self._tree is None:
             return False

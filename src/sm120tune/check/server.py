@@ -17,7 +17,8 @@ from sm120tune.check.resources import Launch, Use
 from sm120tune.check.view import ServerView, Span
 from sm120tune.devices import DeviceSpec
 from sm120tune.problem import Gemm, MoEProblem
-from sm120tune.tiles import TilePair
+from sm120tune.search_space import is_grouped, ragged_step
+from sm120tune.tiles import Tile, TilePair
 from sm120tune.upstream import SGLangTree, UpstreamError
 from sm120tune.upstream.lookup import BUILT_IN, ConfigLookup, Target
 
@@ -183,6 +184,7 @@ def _with_resources(
             found.append(Finding(Level.ERROR, "server-stops", labels[0], span.problem, "tune both as a pair", key))
         else:
             found += _uneven(server.problem, span.pair, labels, key)
+            found += _ragged(server.problem, span.pair, labels, key)
         done.append(replace(span, gate_up=uses.get(Gemm.GATE_UP), down=uses.get(Gemm.DOWN)))
     return done, found
 
@@ -199,10 +201,24 @@ def _launches(problem: MoEProblem, span: Span) -> list[Launch]:
     ]
 
 
+def _tiles(pair: TilePair, labels: Sequence[str]) -> tuple[tuple[Gemm, Tile, str], ...]:
+    return ((Gemm.GATE_UP, pair.gate_up, labels[0]), (Gemm.DOWN, pair.down, labels[1]))
+
+
 def _uneven(problem: MoEProblem, pair: TilePair, labels: Sequence[str], key: str) -> list[Finding]:
-    tiles = ((Gemm.GATE_UP, pair.gate_up, labels[0]), (Gemm.DOWN, pair.down, labels[1]))
     return [
         uneven_tma(label, key, problem.gemm(gemm).k, tile)
-        for gemm, tile, label in tiles
-        if tile.USE_TMA and problem.gemm(gemm).k % tile.BLOCK_SIZE_K
+        for gemm, tile, label in _tiles(pair, labels)
+        # The kernel for groups has no descriptors, whatever a row says.
+        if tile.USE_TMA and not is_grouped(problem) and problem.gemm(gemm).k % tile.BLOCK_SIZE_K
     ]
+
+
+def _ragged(problem: MoEProblem, pair: TilePair, labels: Sequence[str], key: str) -> list[Finding]:
+    found = []
+    for gemm, tile, label in _tiles(pair, labels):
+        why = ragged_step(problem, gemm, tile)
+        if why is not None:
+            what = f"{why}: the kernel for groups reads past the last expert's rows"
+            found.append(Finding(Level.WARNING, "k-ragged", label, what, "choose a divisor of K", key))
+    return found

@@ -21,12 +21,12 @@ from sm120tune.check.rules import rules_of
 from sm120tune.check.server import Server, check_server
 from sm120tune.check.view import ServerView
 from sm120tune.cli.model import given_model, model_lines, model_options
-from sm120tune.cli.options import block_shape, given_or, layer_options
+from sm120tune.cli.options import given, given_or, layer_options, scale_options, scale_shape
 from sm120tune.devices import DeviceSpec, find_device, known_devices
 from sm120tune.errors import UserError
 from sm120tune.models import MoEModel
 from sm120tune.problem import MoEProblem
-from sm120tune.quantization import UNQUANTIZED
+from sm120tune.quantization import DTYPES, UNQUANTIZED
 from sm120tune.resolve import CardRequest, resolve_card
 from sm120tune.upstream import SGLangTree, UpstreamError, find_sglang
 
@@ -42,6 +42,8 @@ _NUMBERS = (
     "shared_experts",
     "block_shape",
     "per_channel",
+    "group_size",
+    "zero_points",
 )
 
 
@@ -66,6 +68,8 @@ class CheckOptions:
     shared_experts: int | None
     block_shape: str | None
     per_channel: bool
+    group_size: int | None
+    zero_points: bool
     device: str | None
     all_cards: bool
     sglang: Path | None
@@ -78,8 +82,7 @@ class CheckOptions:
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path), metavar="[FILE|FOLDER]...")
 @model_options
 @layer_options(_NAMED_DTYPES, ASSUMED_HIDDEN, ASSUMED_TOPK)
-@click.option("--block-shape", help="Quantization block of a block-wise checkpoint, for example 128,128.")
-@click.option("--per-channel", is_flag=True, help="The checkpoint is quantized per channel.")
+@scale_options
 @click.option(
     "--device",
     help="Card by name, blanks or underscores.  [default: the card in each file's name; with numbers the local GPU]",
@@ -102,7 +105,7 @@ def _check(options: CheckOptions) -> int:
     for name, value in (("--max-tokens", options.max_tokens), ("--workers", options.workers)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
-    numbers = [f"--{name.replace('_', '-')}" for name in _NUMBERS if _given(getattr(options, name))]
+    numbers = [f"--{name.replace('_', '-')}" for name in _NUMBERS if given(getattr(options, name))]
     if numbers and options.paths:
         raise UserError(f"{numbers[0]} and {options.paths[0]}: give either a layer's numbers or files, not both")
     if options.all_cards and (numbers or options.device is not None):
@@ -123,10 +126,6 @@ def _check(options: CheckOptions) -> int:
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _given(value: object) -> bool:
-    return value is not None and value is not False
 
 
 def _report(
@@ -191,10 +190,12 @@ def _problem(options: CheckOptions, model: MoEModel | None) -> MoEProblem:
     dtype = options.dtype or "bf16"
     if dtype not in _NAMED_DTYPES:
         raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join(_NAMED_DTYPES)}")
-    quantized = {"fp8_w8a8", "int8_w8a8"}
-    if dtype not in quantized and (options.block_shape or options.per_channel):
-        given = "--block-shape" if options.block_shape else "--per-channel"
-        raise UserError(f"{given} with --dtype {dtype}: only fp8_w8a8 and int8_w8a8 files have it; drop one of the two")
+    shape = scale_shape(options.block_shape, options.group_size)
+    scales = shape is not None or options.per_channel or options.zero_points
+    if dtype not in DTYPES and scales:
+        raise UserError(f"--dtype {dtype} is not quantized; drop --block-shape, --group-size and the like")
+    # A name says no group: without one SGLang's rules and the formula are all there is for int4.
+    known = dtype in DTYPES and (dtype != "int4_w4a16" or scales)
     problem = MoEProblem.from_parallelism(
         experts=options.experts,
         tp=given_or(options.tp, 1),
@@ -203,11 +204,12 @@ def _problem(options: CheckOptions, model: MoEModel | None) -> MoEProblem:
         hidden=given_or(options.hidden, ASSUMED_HIDDEN),
         topk=given_or(options.topk, ASSUMED_TOPK),
         shared_experts=given_or(options.shared_experts, 0),
-        dtype=dtype if dtype in quantized else "bf16",
-        block_shape=block_shape(options.block_shape),
+        dtype=dtype if known else "bf16",
+        block_shape=shape,
         per_channel_quant=options.per_channel,
+        zero_points=options.zero_points,
     )
-    return replace(problem, dtype=dtype)
+    return problem if known else replace(problem, dtype=dtype)
 
 
 def _document(report: Report, tree: SGLangTree | None) -> dict[str, Any]:

@@ -37,14 +37,19 @@ def model_options(command: _F) -> _F:
 
 def given_model(source: str | None, *, force: bool) -> MoEModel | None:
     """Load what ``--model`` names; raises UserError for numbers beside it and for experts that run elsewhere."""
+    check_force(source, force=force)
     if source is None:
-        if force:
-            raise UserError("--force is about the experts of a --model; give one or drop --force")
         return None
     check_no_numbers("--model")
     model = load_model(source)
     check_served_here(model, force=force)
     return model
+
+
+def check_force(source: str | None, *, force: bool) -> None:
+    """Raise UserError for ``--force`` without a model."""
+    if force and source is None:
+        raise UserError("--force is about the experts of a --model; give one or drop --force")
 
 
 def check_no_numbers(source: str, *more: str) -> None:

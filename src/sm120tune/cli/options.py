@@ -37,7 +37,7 @@ def quantization_options(command: _F) -> _F:
 
 
 def scale_options(command: _F) -> _F:
-    """Add the options that say what a quantized dtype's scales belong to."""
+    """Add the options that say what shares one weight scale."""
     options = (
         click.option(
             "--block-shape", help="Block of a block-wise checkpoint, for example 128,128.  [default: no blocks]"
@@ -113,6 +113,11 @@ def layer_options(dtypes: Sequence[str], hidden: int | str, topk: int | str) -> 
         return command
 
     return add
+
+
+def given(value: object) -> bool:
+    """Whether an option without a default was given."""
+    return value is not None and value is not False
 
 
 def given_or(value: int | None, default: int) -> int:

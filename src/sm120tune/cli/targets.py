@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from sm120tune.cli.model import check_no_numbers, check_served_here, model_lines, require_tunable
+from sm120tune.cli.model import check_force, check_no_numbers, check_served_here, model_lines, require_tunable
 from sm120tune.cli.options import integers, scale_shape
 from sm120tune.errors import UserError
 from sm120tune.measure.table import Table, read_table
@@ -50,8 +50,7 @@ class LayerOptions:
 
     def targets(self) -> list[Target]:
         """Return one layer for each tp; raises UserError for what no server could run."""
-        if self.force and self.model is None:
-            raise UserError("--force is about the experts of a --model; give one or drop --force")
+        check_force(self.model, force=self.force)
         if self.model is not None:
             model = load_model(self.model)
             check_served_here(model, force=self.force)

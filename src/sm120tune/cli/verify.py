@@ -13,27 +13,42 @@ from typing import Any
 import click
 from rich.table import Table
 
-from sm120tune.cli.options import batch_sizes, given_or, layer_options, place_options
+from sm120tune.cli.model import check_force, check_no_numbers, model_options
+from sm120tune.cli.options import (
+    batch_sizes,
+    given,
+    given_or,
+    layer_options,
+    place_options,
+    scale_options,
+    scale_shape,
+)
 from sm120tune.cli.report import ratio_cells, result_console
+from sm120tune.cli.targets import LayerOptions
 from sm120tune.devices import LocalGPU, busy_reason, local_gpus
 from sm120tune.errors import UserError
 from sm120tune.install import find_pairs, find_place
 from sm120tune.install.pair import ConfigPair
 from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
-from sm120tune.problem import MoEProblem
 from sm120tune.provenance import UNKNOWN_ROUTING
-from sm120tune.quantization import UNQUANTIZED
+from sm120tune.quantization import DTYPES
 from sm120tune.resolve import check_memory
 from sm120tune.search.ladder import gaps
 from sm120tune.verify import Judged, Verdict, VerifyOptions, verify_pair
 from sm120tune.verify.installed import Wanted, installed_pair
 
-_NUMBERS = ("experts", "tp", "ep", "inter", "hidden", "topk", "dtype", "shared_experts")
+_LAYER = (
+    "model", "experts", "tp", "ep", "inter", "hidden", "topk", "dtype", "shared_experts", "block_shape", "per_channel",
+    "group_size", "zero_points",
+)  # fmt: skip
+"""Options that say which layer's installed pair is meant."""
 
 
 @dataclass(frozen=True)
 class _Options:
     files: tuple[Path, ...]
+    model: str | None
+    force: bool
     experts: int | None
     tp: int | None
     ep: int | None
@@ -42,6 +57,10 @@ class _Options:
     topk: int | None
     dtype: str | None
     shared_experts: int | None
+    block_shape: str | None
+    per_channel: bool
+    group_size: int | None
+    zero_points: bool
     sglang: Path | None
     config_dir: Path | None
     batch_sizes: tuple[int, ...]
@@ -52,14 +71,16 @@ class _Options:
     as_json: bool
 
     @property
-    def numbers(self) -> list[str]:
-        """The numbers that were given, as options."""
-        return [f"--{name.replace('_', '-')}" for name in _NUMBERS if getattr(self, name) is not None]
+    def layer(self) -> list[str]:
+        """What was given of a layer, as options."""
+        return [f"--{name.replace('_', '-')}" for name in _LAYER if given(getattr(self, name))]
 
 
 @click.command("verify", context_settings={"show_default": True})
 @click.argument("files", nargs=-1, metavar="[FILE|FOLDER]...", type=click.Path(path_type=Path))
-@layer_options(UNQUANTIZED, "the installed pair's", "the installed pair's")
+@model_options
+@layer_options(DTYPES, "the installed pair's", "the installed pair's")
+@scale_options
 @place_options
 @click.option(
     "--batch-sizes",
@@ -82,7 +103,8 @@ class _Options:
 def verify_command(**options: Any) -> int:
     """Run SGLang's own fused_moe with a pair and without it: loaded, right, and no slower?
 
-    Give a file of a pair, its folder or the --output of a run; or a model's numbers for the pair that is installed.
+    Give a file of a pair, its folder or the --output of a run; or a model or its numbers for the pair that is
+    installed.
     """
     return _verify(_Options(**options))
 
@@ -90,11 +112,10 @@ def verify_command(**options: Any) -> int:
 def _verify(options: _Options) -> int:
     if options.seed < 0:
         raise UserError(f"--seed must be 0 or more, not {options.seed}")
-    if bool(options.files) == bool(options.numbers):
-        both = f"{options.files[0]} and {options.numbers[0]}: " if options.files else ""
-        raise UserError(f"{both}give either a pair's file or, for an installed pair, --experts and --inter")
-    if options.dtype is not None and options.dtype not in UNQUANTIZED:
-        raise UserError(f"--dtype {options.dtype} cannot be verified, only {', '.join(UNQUANTIZED)}")
+    check_force(options.model, force=options.force)
+    if bool(options.files) == bool(options.layer):
+        both = f"{options.files[0]} and {options.layer[0]}: " if options.files else ""
+        raise UserError(f"{both}give either a pair's file or, for an installed pair, --model or --experts and --inter")
     if options.preload is not None and not options.preload.is_file():
         raise UserError(f"--preload {options.preload}: no such file")
     pairs = find_pairs(options.files) if options.files else []
@@ -120,28 +141,37 @@ def _served_folder() -> Path | None:
 
 
 def _wanted(options: _Options) -> Wanted:
-    if options.experts is None or options.inter is None:
-        missing = "--experts" if options.experts is None else "--inter"
-        raise UserError(f"missing {missing}; the least is for example: --experts 256 --tp 8 --inter 2048")
-    asked = MoEProblem.from_parallelism(
+    tp = (given_or(options.tp, 1),)
+    if options.model is not None:
+        check_no_numbers("--model")
+        (target,) = LayerOptions(options.model, options.force, tp=tp, ep=given_or(options.ep, 1)).targets()
+        for note in target.notes:
+            _tell(note)
+        return Wanted(target.problem)
+    shape = scale_shape(options.block_shape, options.group_size)
+    layer = LayerOptions(
         experts=options.experts,
-        tp=given_or(options.tp, 1),
+        tp=tp,
         ep=given_or(options.ep, 1),
         inter=options.inter,
-        hidden=given_or(options.hidden, 1),
+        # Any that is allowed stands for one that was not given.
+        hidden=given_or(options.hidden, shape[1] if shape is not None else 1),
         topk=given_or(options.topk, 1),
         dtype=options.dtype or "bf16",
+        block_shape=options.block_shape,
+        per_channel=options.per_channel,
+        group_size=options.group_size,
+        zero_points=options.zero_points,
         shared_experts=given_or(options.shared_experts, 0),
     )
-    return Wanted(asked.experts, asked.intermediate, options.hidden, options.topk, options.dtype)
+    (target,) = layer.targets()
+    unsaid = {name for name in ("hidden", "topk", "dtype") if getattr(options, name) is None}
+    # The name of a file does not say these, and neither need who asks for the file.
+    return Wanted(target.problem, frozenset(unsaid | {"router_experts", "shared_experts"}))
 
 
 def _plan(pair: ConfigPair, options: _Options, gpus: tuple[LocalGPU, ...]) -> VerifyOptions:
     gpu = _gpu(pair, options.gpu, gpus)
-    if pair.record.problem.dtype not in UNQUANTIZED:
-        raise UserError(
-            f"{pair.up_path}: {pair.record.problem.dtype} cannot be verified yet, only {', '.join(UNQUANTIZED)}"
-        )
     sizes = options.batch_sizes or tuple(sorted({*pair.up_rows, *(gap.last_below for gap in gaps(list(pair.up_rows)))}))
     check_memory(pair.record.problem, max(sizes), (gpu,))
     tuned_with = next((row.routing for row in pair.record.rows if row.routing != UNKNOWN_ROUTING), "uniform")

@@ -12,6 +12,7 @@ import torch
 
 from sm120tune.accuracy import ErrorMeasure
 from sm120tune.measure.align import Alignment
+from sm120tune.measure.expected import expected_output
 from sm120tune.measure.launcher import Launcher
 from sm120tune.measure.results import (
     GemmRequest,
@@ -23,10 +24,9 @@ from sm120tune.measure.results import (
     half_quartile_distance,
 )
 from sm120tune.measure.roofline import chain_work, gemm_work
-from sm120tune.measure.stored import compute_dtype, quantize_rows
 from sm120tune.measure.workload import Operands, Workload
 from sm120tune.problem import Gemm
-from sm120tune.reference import measure_error, reference_moe, reference_quantized_moe
+from sm120tune.reference import measure_error
 
 _MIN_REPEATS = 5
 _MAX_REPEATS = 15
@@ -111,7 +111,7 @@ class CudaTimer:
             self.launcher.chain(request.pair, operands, alignment)
             down = operands.down_out.view(request.m, problem.topk, problem.hidden)
             out = torch.cat([part.float().sum(dim=1) for part in down.split(_SUM_CHUNK_ROWS)])
-            return measure_error(out, _expected(operands, self.workload.held(operands.route.ids)))
+            return measure_error(out, expected_output(operands, self.workload.held(operands.route.ids)))
         finally:
             self.workload.refill()
 
@@ -122,20 +122,6 @@ class CudaTimer:
             (self.workload.operands(m, index, rows), self.workload.alignment(m, index, block_size_m))
             for index in range(self.workload.rotation(m, self.l2_bytes, bytes_per_call))
         ]
-
-
-def _expected(operands: Operands, ids: torch.Tensor) -> torch.Tensor:
-    """Return the layer's output by the reference, with A quantized where SGLang quantizes it."""
-    weights, stored = operands.route.weights, operands.w1.stored
-    if not stored.quantized:
-        return reference_moe(operands.hidden.codes, operands.w1.codes, operands.w2.codes, weights, ids)
-
-    def requantize(inner: torch.Tensor) -> torch.Tensor:
-        return quantize_rows(inner.to(compute_dtype(stored)), stored).values()
-
-    return reference_quantized_moe(
-        operands.hidden.values(), operands.w1.expert, operands.w2.expert, requantize, weights, ids
-    )
 
 
 def _time_once(launches: Sequence[Callable[[], None]]) -> float:

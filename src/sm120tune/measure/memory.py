@@ -35,10 +35,10 @@ def activation_bytes(problem: MoEProblem, max_m: int, max_block_m: int = 256) ->
     rows = max_m * problem.topk
     padded = rows + min(rows, problem.experts + 1) * (max_block_m - 1)
     outputs = padded * (problem.gemm(Gemm.GATE_UP).n + problem.intermediate) + rows * problem.hidden
-    operands = max_m * problem.hidden + (
-        padded * problem.intermediate if problem.quantization.operand_bytes == 1 else 0
-    )
-    return outputs * problem.quantization.output_bytes + operands * problem.quantization.operand_bytes
+    tokens = max_m * problem.hidden
+    # Quantized rows lie beside what they are made from.
+    codes = tokens + padded * problem.intermediate if problem.quantization.operand_bytes == 1 else 0
+    return (outputs + tokens) * problem.quantization.output_bytes + codes
 
 
 def least_experts(problem: MoEProblem, l2_bytes: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sm120tune.quantization import Granularity, Quantization
-from sm120tune.upstream.scales import LEAST_ABSMAX, code_range, quantization_group
+from sm120tune.upstream.scales import LEAST_ABSMAX, call_rounds, code_range, quantization_group
 
 _COMPUTE = {"fp16": torch.float16}
 _STATIC_RANGE = 16.0
@@ -97,23 +97,27 @@ def operand_dtype(stored: Quantization) -> torch.dtype:
     return quantized.get(stored.dtype, compute_dtype(stored))
 
 
-def quantize_rows(x: torch.Tensor, stored: Quantization) -> Activations:
+def quantize_rows(x: torch.Tensor, stored: Quantization, *, as_call: bool = False) -> Activations:
     """Quantize rows ``[rows, K]`` as SGLang's Triton kernel does; where A is not quantized they are returned as given.
 
     ``scale = max(|x|) / largest code`` over each group, ``code = clamp(x / scale)``, rounded by the conversion (int8
-    is cut off). Tensor-wise quantization uses one static scale.
+    is cut off). Tensor-wise quantization uses one static scale. With ``as_call`` it is done as SGLang's own fused_moe
+    does: one static scale is applied in fp32, and int8 is rounded where :func:`call_rounds` says so.
     """
     if stored.operand_bytes != 1:
         return Activations(x)
     low, high = code_range(stored)
     if stored.granularity is Granularity.TENSOR:
+        x = x.float() if as_call else x
         scaled = torch.empty_like(x)
         codes = torch.empty(x.shape, dtype=operand_dtype(stored), device=x.device)
         return quantize_static(x, scaled, codes, static_scale(stored, x.device), stored)
     groups = x.float().unflatten(1, (-1, quantization_group(stored, x.shape[1])))
     scales = groups.abs().amax(dim=2).clamp_min(LEAST_ABSMAX) / high
-    codes = (groups * (1.0 / scales)[..., None]).clamp(low, high).flatten(1).to(operand_dtype(stored))
-    return Activations(codes, scales)
+    exact = (groups * (1.0 / scales)[..., None]).clamp(low, high).flatten(1)
+    if as_call and call_rounds(stored):
+        exact.round_()
+    return Activations(exact.to(operand_dtype(stored)), scales)
 
 
 def static_scale(stored: Quantization, device: torch.device) -> torch.Tensor:

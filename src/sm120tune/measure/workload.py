@@ -40,7 +40,10 @@ class Route:
 class Operands:
     """The tensors of one call: inputs, weights and the three intermediates, cut to this call's rows."""
 
+    tokens: torch.Tensor
+    """What the layer receives: bf16 or fp16."""
     hidden: Activations
+    """A of the gate_up GEMM: ``tokens`` itself, or what it is quantized to."""
     w1: Weights
     w2: Weights
     gate_up_out: torch.Tensor
@@ -84,7 +87,8 @@ class Workload:
         self._w2 = [random_weights(stored, self.resident, k, n, generator) for _ in range(copies)]
         rows = max_m * problem.topk
         padded = rows + min(rows, e + 1) * 255
-        self._hidden = quantize_rows(self._random((max_m, k), generator), stored)
+        self._tokens = self._random((max_m, k), generator)
+        self._hidden = quantize_rows(self._tokens, stored)
         self._gate_up_out = torch.zeros((padded, wide), dtype=self._dtype, device=device)
         self._activated = self._random((padded, n), generator)
         self._down_in = Activations(self._activated)
@@ -105,6 +109,7 @@ class Workload:
         """Return the tensors of the ``index``-th call of a rotation; ``rows`` is the intermediate's row count."""
         copy = index % self.copies
         return Operands(
+            tokens=self._tokens[:m],
             hidden=self._hidden.first(m),
             w1=self._w1[copy],
             w2=self._w2[copy],
@@ -139,8 +144,9 @@ class Workload:
         operands = self.operands(m, 0, rows)
         for output in (operands.gate_up_out, operands.activated, operands.down_out):
             output.fill_(math.nan)
-        tokens = quantize_rows(self._random((m, self.problem.hidden), generator), self.stored)
-        return replace(operands, hidden=tokens, route=self._make_route(m, seed))
+        tokens = self._random((m, self.problem.hidden), generator)
+        hidden = quantize_rows(tokens, self.stored)
+        return replace(operands, tokens=tokens, hidden=hidden, route=self._make_route(m, seed))
 
     def refill(self) -> None:
         """Replace the NaN that :meth:`fresh` left: down alone is timed on ordinary numbers."""

@@ -39,6 +39,15 @@ def quantization_group(stored: Quantization, columns: int) -> int:
     return stored.block_shape[1] if stored.block_shape is not None else columns
 
 
+def call_rounds(stored: Quantization) -> bool:
+    """Whether SGLang's own call rounds int8 activations to the nearest code, instead of cutting them off.
+
+    Where one scale holds for a whole row, its launcher quantizes with ``per_token_quant_int8``, which rounds (0.5.8 to
+    0.5.23); the quantizers of groups, in Triton and in CUDA, convert without rounding.
+    """
+    return stored.dtype == "int8_w8a8" and stored.granularity is Granularity.CHANNEL
+
+
 def scale_arguments(stored: Quantization, shape: GemmShape) -> dict[str, Argument]:
     """Return scales, zero points, their strides and the quantization flags, for both of SGLang's kernels.
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sm120tune.check.names import parse_name
+from sm120tune.check.names import ConfigName, parse_name
 from sm120tune.errors import UserError
 from sm120tune.install import Place
 from sm120tune.install.manifest import load_manifest
 from sm120tune.install.pair import ConfigPair, read_pair
+from sm120tune.problem import MoEProblem
+from sm120tune.upstream.lookup import config_dtype
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A layer as a server asks for it, and what a person said of it beyond the file's name."""
+    """A layer as a server asks for it."""
 
-    experts: int
-    intermediate: int
-    hidden: int | None
-    topk: int | None
-    """The router's own choices."""
-    dtype: str | None
+    problem: MoEProblem
+    unsaid: frozenset[str] = frozenset()
+    """Fields that nobody gave: the installed pair's own count."""
 
 
 def installed_pair(place: Place, wanted: Wanted, cards: Collection[str]) -> ConfigPair:
@@ -31,26 +30,49 @@ def installed_pair(place: Place, wanted: Wanted, cards: Collection[str]) -> Conf
     the same name.
     """
     own = f"triton_{(place.triton_version or '').replace('.', '_')}"
-    sizes = (wanted.experts, wanted.intermediate)
     found = []
     for entry in load_manifest(place.base).pairs:
         name = parse_name(entry.up_name)
-        # A name with a dtype is a quantized layer's, which is no other layer's to verify.
-        if name is not None and (name.experts, name.intermediate, name.dtype) == (*sizes, None):
+        if name is not None and _asks_for(wanted.problem, name):
             found.append((name.device not in cards, entry.triton_folder != own, entry))
     if not found:
         raise UserError(
-            f"no pair for E={wanted.experts}, N={wanted.intermediate} is installed in {place.configs} "
+            f"no pair for {_key(wanted.problem)} is installed in {place.configs} "
             "(`sm120tune list` shows what is); give the pair's file to verify it without an install"
         )
     _, _, entry = min(found, key=lambda item: item[:2])
     pair = read_pair(place.configs / entry.triton_folder / entry.up_name)
     there = pair.record.problem
+    asked = replace(wanted.problem, **{name: getattr(there, name) for name in wanted.unsaid})
+    if "topk" not in wanted.unsaid:
+        asked = replace(asked, topk=wanted.problem.routed_topk + asked.shared_experts)
     for option, value, has in (
-        ("--hidden", wanted.hidden, there.hidden),
-        ("--topk", wanted.topk, there.routed_topk),
-        ("--dtype", wanted.dtype, there.dtype),
+        ("--hidden", asked.hidden, there.hidden),
+        ("--topk", asked.routed_topk, there.routed_topk),
+        ("--dtype", asked.dtype, there.dtype),
     ):
-        if value is not None and value != has:
+        if value != has:
             raise UserError(f"{pair.up_path} was tuned for {option} {has}, not {value}; tune for this layer")
+    if asked != there:
+        raise UserError(f"{pair.up_path} was tuned for {there}, not for {asked}; tune for this layer")
     return pair
+
+
+def _selectors(problem: MoEProblem) -> tuple[str | None, str | None, bool]:
+    """Return what follows the card in the name of the layer's file; groups are not in it."""
+    shape = problem.block_shape
+    return (config_dtype(problem), str(list(shape)) if shape and all(shape) else None, problem.per_channel_quant)
+
+
+def _asks_for(problem: MoEProblem, name: ConfigName) -> bool:
+    sizes = (name.experts, name.intermediate) == (problem.experts, problem.key_n)
+    return sizes and name.selectors == _selectors(problem)
+
+
+def _key(problem: MoEProblem) -> str:
+    dtype, shape, per_channel = _selectors(problem)
+    parts = [f"E={problem.experts}", f"N={problem.key_n}"]
+    parts += [f"dtype={dtype}"] if dtype else []
+    parts += [f"block_shape={shape}"] if shape else []
+    parts += ["per_channel_quant=True"] if per_channel else []
+    return ", ".join(parts)

@@ -8,10 +8,13 @@ from functools import partial
 import torch
 
 from sm120tune.accuracy import ErrorMeasure
+from sm120tune.errors import UserError
+from sm120tune.measure.expected import expected_output
 from sm120tune.measure.roofline import chain_work
 from sm120tune.measure.routing import parse_routing
 from sm120tune.measure.workload import Operands, Workload
-from sm120tune.reference import measure_error, reference_moe
+from sm120tune.quantization import Granularity
+from sm120tune.reference import measure_error
 from sm120tune.upstream.running import RunningSGLang
 from sm120tune.verify.messages import REPEATS, Answer, Request, Side
 from sm120tune.verify.stopwatch import Call, Recording, Stopwatch
@@ -57,7 +60,7 @@ class Judge:
         try:
             error = self._error(m)
             up_rows, down_rows = (self._sglang.rows(down=down) for down in (False, True))
-        except torch.cuda.OutOfMemoryError:
+        except (torch.cuda.OutOfMemoryError, UserError):
             raise
         except Exception as problem:
             failure = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
@@ -67,8 +70,7 @@ class Judge:
     def _error(self, m: int) -> ErrorMeasure:
         operands = self._workload.fresh(m, 0, self._request.seed + 7919 * m)
         out = self._call(operands)()
-        x, w1, w2, route = operands.hidden.codes, operands.w1.codes, operands.w2.codes, operands.route
-        return measure_error(out, reference_moe(x, w1, w2, route.weights, route.ids))
+        return measure_error(out, expected_output(operands, operands.route.ids, as_call=True))
 
     def _repeat(self, m: int, repeat: int, folders: list[str | None]) -> list[list[float]]:
         """Return the samples of each folder, round by round in turning order, over a routing rotation of its own."""
@@ -92,5 +94,7 @@ class Judge:
         return samples
 
     def _call(self, operands: Operands) -> Call:
-        x, w1, w2, route = operands.hidden.codes, operands.w1.codes, operands.w2.codes, operands.route
-        return partial(self._sglang.call, x, w1, w2, route.weights, route.ids)
+        route, static = operands.route, None
+        if self._request.problem.quantization.granularity is Granularity.TENSOR:
+            static = operands.hidden.scales
+        return partial(self._sglang.call, operands.tokens, operands.w1, operands.w2, route.weights, route.ids, static)

@@ -94,6 +94,8 @@ def _lines(request: Request, place: Place, gpu: LocalGPU) -> Iterator[dict[str, 
     """Yield what the child says; raises UserError where it ends early or says nothing for too long."""
     env = {name: value for name, value in os.environ.items() if name != "SGLANG_MOE_CONFIG_DIR"}
     env["CUDA_VISIBLE_DEVICES"] = gpu.visible_token
+    # With it SGLang expects int8 and fp8 weights whose rows are padded in memory, and these are not.
+    env.pop("SGLANG_MOE_PADDING", None)
     # SGLang's own folder stays as it is, without the import's leavings.
     env["PYTHONDONTWRITEBYTECODE"] = "1"
     paths = (str(place.tree.package.parent), str(Path(__file__).parents[2]), env.get("PYTHONPATH"))
