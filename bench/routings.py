@@ -23,7 +23,7 @@ from sm120tune.provenance import FileProvenance
 from sm120tune.tiles import TilePair
 
 DEFAULT_ARGS = ["--experts", "128", "--inter", "768", "--hidden", "2048"]
-ROUTINGS = ("uniform", "balanced", "power:0.6", "power:1.2")
+ROUTINGS = ("uniform", "balanced", "power:1.2")
 SIZES = (4, 64, 512, 1024, 4096, 16384)
 
 

@@ -238,6 +238,12 @@ def test_a_chain_compiles_all_that_it_launches(
     assert kernels.grouped_hash != kernels.source_hash
 
 
+def test_a_chain_without_a_gate_has_no_kernel_of_sglang_between(sglang_0_5_23: Path, tmp_path: Path) -> None:
+    job = make_job(sglang_0_5_23, tmp_path, problem=replace(SMALL, gated=False))
+    variants = [spec.variant for spec in job.chain_specs(16, TilePair.same(Tile(16, 64, 64, 1)))]
+    assert [type(variant) for variant in variants] == [Variant, Variant]
+
+
 @pytest.mark.parametrize("dtype", ["fp8_w8a8", "int8_w8a16"])
 def test_eight_bits_make_another_floor(sglang_0_5_23: Path, tmp_path: Path, dtype: str) -> None:
     large = replace(SMALL, hidden=4096, intermediate=2048)

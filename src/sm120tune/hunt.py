@@ -156,7 +156,7 @@ class Hunt:
     def _compile_ahead(self, m: int) -> None:
         """Begin to compile what the race will want with TMA, while the GPU is busy with the last exchange."""
         for pair in self.steps[m].board.best_pairs(TMA_FINALISTS):
-            for variant in tma_variants(self._job, pair):
+            for variant in tma_variants(self._job, m, pair):
                 for spec in self._job.chain_specs(m, variant):
                     self._pool.submit(spec)
 

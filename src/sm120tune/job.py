@@ -106,13 +106,15 @@ class Job:
     def chain_specs(self, m: int, pair: TilePair) -> tuple[CompileSpec, ...]:
         """Return the compile requests of everything that a pair's chain launches."""
         sorted_rows = pair.down.USE_TMA
-        gemms = (
-            self.variant(m, Gemm.GATE_UP, pair.gate_up, sorted_intermediate=sorted_rows),
-            self.variant(m, Gemm.DOWN, pair.down, sorted_intermediate=sorted_rows),
-        )
         activation = ActivationVariant(pair.block_size_m if sorted_rows else 0, sorted_rows)
-        between: tuple[AnyVariant, ...] = (*((activation,) if self.problem.gated else ()), *self._quantize())
-        return tuple(self.spec(variant) for variant in (*gemms, *between))
+        variants: tuple[AnyVariant, ...] = (
+            self.variant(m, Gemm.GATE_UP, pair.gate_up, sorted_intermediate=sorted_rows),
+            # Without a gate it is torch's.
+            *((activation,) if self.problem.gated else ()),
+            self.variant(m, Gemm.DOWN, pair.down, sorted_intermediate=sorted_rows),
+            *self._quantize(),
+        )
+        return tuple(self.spec(variant) for variant in variants)
 
     def _quantize(self) -> tuple[QuantizeVariant, ...]:
         stored = self.problem.quantization

@@ -85,7 +85,7 @@ class Settler:
             final.runnable_today = None if final.today_problem else final.today.pair
         finalists = [pair for pair in self._steps[m].board.best_pairs(FINALISTS) if pair != final.today.pair]
         for leader in finalists[:TMA_FINALISTS]:
-            finalists += [pair for pair in tma_variants(self._job, leader) if pair != final.today.pair]
+            finalists += [pair for pair in tma_variants(self._job, m, leader) if pair != final.today.pair]
         runnable: list[TilePair] = []
         for pair in finalists:
             # What spilling costs on a card is the least certain part of an estimate.

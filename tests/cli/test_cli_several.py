@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from command_line import CARD, CommandLine, InProcess
+
+from sm120tune.provenance import load
 
 CARD_FILE = CARD.replace(" ", "_")
 # Not the other tests' small problem, whose journal lies in the same cache.
@@ -36,12 +39,29 @@ def test_a_tp_that_cannot_be_is_told_before_any_work(command: InProcess) -> None
     command.refused(*command.line.args("--tp", "2,2"), words=["--tp", "twice"])
 
 
-def test_two_layers_of_one_file_are_refused(command: InProcess) -> None:
+def test_two_layers_of_one_file_become_one_file(line: CommandLine) -> None:
+    path = line.folder / "jobs.toml"
+    path.write_text(JOBS + "[[job]]\nexperts = 8\ninter = 256\nhidden = 512\ntopk = 2\n")
+    args = ["--jobs", str(path), "--device", CARD, "--timer", "model", "--sglang", str(line.sglang), "--json"]
+    done = line.run(*args, "--batch-sizes", "512", "--trials", "2")
+    assert done.code == 0, done.err
+    assert len(done.document["jobs"]) == 3
+    shared = done.document["jobs"][2]
+    record = load(Path(shared["provenance"][0]))
+    assert [problem.hidden for problem in record.problems] == [128, 512]
+    assert "layer 2 of 2 that share the file: E=8 N=256 hidden=512" in done.err
+    again = line.run(*args, "--batch-sizes", "512", "--trials", "2")
+    assert again.document["jobs"][2]["resumed"] >= 4
+    refused = line.run(*args, "--keys", "auto")
+    assert refused.code == 2
+    assert all(word in refused.err for word in ("--keys auto", "hidden=128", "hidden=512", "share a file"))
+
+
+def test_jobs_bring_their_own_numbers(command: InProcess) -> None:
     line = command.line
     path = line.cache.parent / "jobs.toml"
-    path.write_text(JOBS + "[[job]]\nexperts = 8\ninter = 256\nhidden = 512\ntopk = 2\n")
+    path.write_text(JOBS)
     args = ["--jobs", str(path), "--device", CARD, "--timer", "model", "--sglang", str(line.sglang)]
-    command.refused(*args, words=["E=8,N=256", "hidden=128", "hidden=512", "tune them apart"])
     command.refused(*args, "--tp", "2", words=["--jobs", "--tp"])
 
 
