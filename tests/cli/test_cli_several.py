@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from command_line import CARD, CommandLine, InProcess
 
@@ -47,7 +46,7 @@ def test_two_layers_of_one_file_become_one_file(line: CommandLine) -> None:
     assert done.code == 0, done.err
     assert len(done.document["jobs"]) == 3
     shared = done.document["jobs"][2]
-    record = load(Path(shared["provenance"][0]))
+    record = load(line.folder / shared["provenance"][0])
     assert [problem.hidden for problem in record.problems] == [128, 512]
     assert "layer 2 of 2 that share the file: E=8 N=256 hidden=512" in done.err
     again = line.run(*args, "--batch-sizes", "512", "--trials", "2")
