@@ -92,6 +92,10 @@ def show(name: str, rows: list[dict[str, Any]]) -> None:
     print(f"geometric mean {ratios:.3f}, slower: {[row['m'] for row in rows if row['slower']] or 'none'}", flush=True)
 
 
+def _headline(name: str, figures: dict[str, Any]) -> str:
+    return f"{name}: {figures['tuned']} of {figures['rows']} rows tuned in {figures['wall_s']:.0f} s"
+
+
 def main() -> int:
     """Tune and measure every model; exit 1 where a tuned row is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -99,8 +103,13 @@ def main() -> int:
     parser.add_argument("--sglang", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", type=Path, help="where to leave the pairs")
+    parser.add_argument("--show", type=Path, help="print the tables of an earlier --json, and stop")
     parser.add_argument("args", nargs="*", help="more arguments of the main command, after --")
     options = parser.parse_args()
+    if options.show is not None:
+        for name, one in json.loads(options.show.read_text()).items():
+            show(_headline(name, one["figures"]), one["rows"])
+        return 0
     result: dict[str, Any] = {}
     for name, args in MODELS.items():
         if options.only and options.only not in name:
@@ -110,7 +119,7 @@ def main() -> int:
         figures, record = run_once([*args, *extra], folder)
         rows = measure(record, options.sglang)
         result[name] = {"args": args, "figures": figures, "rows": rows}
-        show(f"{name}: {figures['tuned']} of {figures['rows']} rows tuned in {figures['wall_s']:.0f} s", rows)
+        show(_headline(name, figures), rows)
         if options.keep:
             options.keep.mkdir(parents=True, exist_ok=True)
             (folder / "out").rename(options.keep / str(len(result)))

@@ -108,7 +108,10 @@ def test_a_row_that_one_layer_loses_by_is_today_s(tune_both: Run, sglang_0_5_23:
 
     outcome, _ = tune_both({NARROW.hidden: bowl, WIDE.hidden: content})
     assert not tuned(outcome)
-    assert {row.m: row.chosen for row in outcome.result.rows if row.m in SIZES} == today
+    kept = {row.m: row for row in outcome.result.rows if row.m in SIZES}
+    assert {m: row.chosen for m, row in kept.items()} == today
+    assert all(row.today_us == row.chosen_us and row.repetitions for row in kept.values())
+    assert all(row.note == "no other pair is as fast in every layer" for row in kept.values())
 
 
 def test_a_pair_that_is_wrong_for_one_layer_is_never_written(tune_both: Run) -> None:

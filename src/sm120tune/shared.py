@@ -144,14 +144,16 @@ class SharedChoice:
         views = [views[m] for views in self._views]
         winner = self._winners.get(m)
         if winner is None:
-            return None
+            if m in self.missing:
+                return None
+            return self._kept_row(m, "no other pair is as fast in every layer")
         refused = [f"{job.problem}: {view.refused}" for job, view in self._each(m) if view.refused]
         self.failures += Counter(view.refused for view in views if view.refused)
         compared = [(view.ratio, index) for index, view in enumerate(views) if view.ratio is not None]
         all_hold = all(ratio.middle <= 1.0 and not ratio.slower for ratio, _ in compared)
         gains = not compared or any(ratio.faster for ratio, _ in compared)
         if refused or not all_hold or not gains:
-            return _kept(self._jobs[0], m, "; ".join(refused) or self._ratios(m))
+            return self._kept_row(m, "; ".join(refused) or self._ratios(m))
         # The row tells of the layer that gains least.
         worst = max(compared, key=lambda item: item[0].middle)[1] if compared else 0
         view = views[worst]
@@ -166,6 +168,12 @@ class SharedChoice:
             note=self._ratios(m),
         )
         return make_row(self._jobs[worst], m, decision)
+
+    def _kept_row(self, m: int, note: str) -> RowProvenance:
+        """Return today's row with its times in the first layer's race."""
+        view = self._views[0][m]
+        samples = {pair: times for pair, times in view.samples.items() if pair == view.today}
+        return _kept(self._jobs[0], m, note, samples)
 
     def _ratios(self, m: int) -> str:
         """Return every layer's ratio to today's pair in words."""
@@ -192,7 +200,7 @@ def _no_slower(pair: TilePair, view: _View) -> bool:
     return view.today is None or view.median(pair) <= view.median(view.today)
 
 
-def _kept(job: Job, m: int, note: str) -> RowProvenance:
+def _kept(job: Job, m: int, note: str, samples: Samples | None = None) -> RowProvenance:
     today = job.today(m).pair
     chosen = today if today is not None else job.lookup.builtin_pair(job.problem, m)
-    return make_row(job, m, Decision(today, chosen, RowStatus.KEPT, note=note))
+    return make_row(job, m, Decision(today, chosen, RowStatus.KEPT, samples or {}, note=note))
