@@ -18,6 +18,7 @@ from sm120tune.measure.results import VerifyRequest
 from sm120tune.observer import Silent
 from sm120tune.problem import Gemm
 from sm120tune.provenance import RowProvenance, RowStatus, load
+from sm120tune.search.board import halves
 from sm120tune.tiles import Tile
 from sm120tune.tune import Outcome, RunOptions, tune
 from sm120tune.tune_shared import tune_shared
@@ -144,3 +145,28 @@ def test_such_a_pair_is_merged_with_none_of_one_layer(tune_both: Run, tmp_path: 
     again, _ = tune_both({NARROW.hidden: bowl, WIDE.hidden: bowl}, sizes=(128,))
     record = load(again.written.provenance_paths[0])
     assert {16, 64, 128, 512} <= {row.m for row in record.rows if row.status is RowStatus.TUNED}
+
+
+def test_an_estimating_lane_is_told_every_binary_of_the_race(
+    sglang_0_5_23: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each phase has lanes of its own: one that knows no binary would estimate from guessed registers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "CompilePool", lambda *_args: StubPool())
+    made: list[SyntheticLane] = []
+
+    def lanes(_job: Job, *_args: object) -> list[SyntheticLane]:
+        made.append(SyntheticLane(timer="model"))
+        return made[-1:]
+
+    monkeypatch.setattr(module, "make_lanes", lanes)
+    jobs = [
+        make_job(sglang_0_5_23, tmp_path / "out", problem=problem, batch_sizes=(64,), trials=8, timer="model")
+        for problem in (NARROW, WIDE)
+    ]
+    tune_shared(jobs, RunOptions(tmp_path / "out", fresh=True), Silent())
+    searched, raced = made[:2], made[2:4]
+    assert all(lane.gemms for lane in searched)
+    for lane in raced:
+        told = {(request.gemm, request.tile) for request in lane.gemms}
+        assert {half for race in lane.races for pair in race.pairs for half in halves(pair)} <= told

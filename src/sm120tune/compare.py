@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sm120tune.compiler.pool import VariantPool
-from sm120tune.compiler.spec import within_limits
 from sm120tune.errors import UserError
 from sm120tune.failures import Failure
 from sm120tune.job import Job
 from sm120tune.measure.cost_constants import fitted_class
 from sm120tune.measure.lane import Timer
-from sm120tune.measure.results import GemmRequest, RaceRequest
+from sm120tune.measure.results import RaceRequest
+from sm120tune.rows import why_not_runnable
 from sm120tune.search.race import Ratio, compare, compare_estimates
 from sm120tune.tiles import TilePair
-from sm120tune.upstream.arguments import Variant
 
 REPEATS = 3
 ROUNDS = 15
@@ -126,17 +125,9 @@ async def compare_ladders(
 
 
 async def _why_not(job: Job, pool: VariantPool, lane: Timer, m: int, side: tuple[TilePair | None, str]) -> str:
-    """Compile a pair's chain; return why it cannot run, or an empty text. The model needs each GEMM's binary."""
+    """Return why a side has nothing to run, or an empty text."""
     pair, problem = side
-    if pair is None:
-        return problem
-    for spec in job.chain_specs(m, pair):
-        outcome = within_limits(await asyncio.wrap_future(pool.submit(spec)), job.limits)
-        if isinstance(outcome, Failure):
-            return f"{outcome.kind.value}: {outcome.message}"
-        if job.timer == "model" and isinstance(spec.variant, Variant):
-            lane.time_gemm(GemmRequest(m, spec.variant.gemm, spec.variant.tile), outcome)
-    return ""
+    return problem if pair is None else await why_not_runnable(job, pool, m, pair, lane=lane) or ""
 
 
 async def _race(job: Job, lane: Timer, m: int, a: TilePair, b: TilePair) -> Compared:

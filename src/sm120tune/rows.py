@@ -12,10 +12,12 @@ from sm120tune.compiler.pool import VariantPool
 from sm120tune.compiler.spec import within_limits
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
-from sm120tune.measure.results import What, half_quartile_distance
+from sm120tune.measure.lane import Timer
+from sm120tune.measure.results import GemmRequest, What, half_quartile_distance
 from sm120tune.provenance import RowProvenance, RowStatus
 from sm120tune.search.race import Ratio
 from sm120tune.tiles import TilePair
+from sm120tune.upstream.arguments import Variant
 
 Samples = Mapping[TilePair, tuple[float, ...]]
 """Chain times of each pair, µs, from rounds that all pairs share."""
@@ -73,10 +75,13 @@ def make_row(job: Job, m: int, decision: Decision) -> RowProvenance:
     )
 
 
-async def why_not_runnable(job: Job, pool: VariantPool, m: int, pair: TilePair, *, spills: bool = True) -> str | None:
+async def why_not_runnable(
+    job: Job, pool: VariantPool, m: int, pair: TilePair, *, spills: bool = True, lane: Timer | None = None
+) -> str | None:
     """Return why a binary of the pair's chain cannot run on the card, as ``kind: reason``, or None when all can.
 
-    Without ``spills`` one that keeps registers in memory does not count as running.
+    Without ``spills`` one that keeps registers in memory does not count as running. A ``lane`` that estimates, and has
+    not searched this M itself, is told each GEMM's binary.
     """
     for spec in job.chain_specs(m, pair):
         outcome = within_limits(await asyncio.wrap_future(pool.submit(spec)), job.limits)
@@ -84,4 +89,6 @@ async def why_not_runnable(job: Job, pool: VariantPool, m: int, pair: TilePair, 
             return f"{outcome.kind.value}: {outcome.message}"
         if outcome.spill_bytes and not spills:
             return f"{FailureKind.REGISTERS.value}: spills {outcome.spill_bytes} B a thread"
+        if lane is not None and job.timer == "model" and isinstance(spec.variant, Variant):
+            lane.time_gemm(GemmRequest(m, spec.variant.gemm, spec.variant.tile), outcome)
     return None

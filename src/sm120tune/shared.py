@@ -67,13 +67,13 @@ class SharedChoice:
         job = self._jobs[index]
         spills = job.timer != "model"
         today = job.today(m).pair
-        if today is not None and await why_not_runnable(job, pool, m, today) is not None:
+        if today is not None and await why_not_runnable(job, pool, m, today, lane=lane) is not None:
             today = None
         view = self._views[index][m] = _View(today)
         entering = [
             pair
             for pair in self._candidates[m]
-            if pair != today and await why_not_runnable(job, pool, m, pair, spills=spills) is None
+            if pair != today and await why_not_runnable(job, pool, m, pair, spills=spills, lane=lane) is None
         ]
         raced = await race_beside(lane, m, today, entering)
         view.samples = raced.samples
