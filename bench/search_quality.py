@@ -9,13 +9,16 @@ BLOCK_SIZE_M. The chosen pair is what the search ranks first by its noisy times.
 The cost model that gives the first candidates is fitted on the other tables, so that it never saw the one searched
 (needs scipy and at least two tables). ``--model stored`` takes the constants that ship, ``--model sm120`` those of
 another card: what to expect where nothing was fitted. ``--calibration FILE`` takes a calibration's: what to expect
-where ``calibrate`` ran, best with a file that was made on the other table.
+where ``calibrate`` ran, best with a file that was made on the other table. ``--model none`` begins without any of the
+model's candidates. Several numbers of ``--trials`` are run one after the other with the same fit.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import math
 import statistics
 import sys
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import sm120tune.seeds as seeds_module
 from sm120tune.calibrate.applied import calibrated
 from sm120tune.cli.tune import DEFAULT_TRIALS
 from sm120tune.devices import find_device
@@ -41,6 +45,8 @@ from sm120tune.runner import Runner
 from sm120tune.search.board import Half
 from sm120tune.search.journal import Journal
 from sm120tune.search_space import space_hash
+
+_CLOSE = 1.01
 
 
 def evaluate(table: Table, trials: int, seed: int, sglang: Path | None) -> dict[str, Any]:
@@ -84,6 +90,23 @@ def unseen(held_out: Path, tables: list[Path]) -> CardClass:
     return CardClass(stored.name, constants, fit_correction(others, constants), stored.margins)
 
 
+def _model(path: Path, args: argparse.Namespace) -> CardClass | None:
+    """Return what gives the first candidates on one table, None for nothing."""
+    device = find_device(read_table(path).device_name)
+    if args.calibration is not None:
+        return fitted_class(calibrated(device, args.calibration))
+    if args.model == "unseen":
+        return unseen(path, args.tables)
+    return None if args.model == "none" else card_class(device.arch if args.model == "stored" else 120)
+
+
+def _use(fitted: CardClass | None, patches: contextlib.ExitStack) -> None:
+    if fitted is None:
+        patches.enter_context(mock.patch.object(seeds_module, "model_leaders", return_value=[]))
+    else:
+        patches.enter_context(mock.patch.object(model, "fitted_class", return_value=fitted))
+
+
 def geomean(values: list[float]) -> float:
     """Return the geometric mean."""
     return math.exp(statistics.fmean(math.log(value) for value in values))
@@ -93,24 +116,21 @@ def main() -> int:
     """Print one line per table and seed, and the whole."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", type=Path)
-    parser.add_argument("--trials", type=int, default=DEFAULT_TRIALS["replay"])
+    parser.add_argument("--trials", default=str(DEFAULT_TRIALS["replay"]), help="one number, or several with commas")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--sglang", type=Path)
-    parser.add_argument("--model", choices=("unseen", "stored", "sm120"), default="unseen", help="see above")
+    parser.add_argument("--model", choices=("unseen", "stored", "sm120", "none"), default="unseen", help="see above")
     parser.add_argument("--calibration", help="file whose constants are taken instead of --model's")
     args = parser.parse_args()
-    every: list[float] = []
-    binaries: list[int] = []
-    for path in args.tables:
-        table = read_table(path)
-        arch = find_device(table.device_name).arch if args.model == "stored" else 120
-        if args.calibration is not None:
-            fitted = fitted_class(calibrated(find_device(table.device_name), args.calibration))
-        else:
-            fitted = unseen(path, args.tables) if args.model == "unseen" else card_class(arch)
-        for seed in (int(part) for part in args.seeds.split(",")):
-            with mock.patch.object(model, "fitted_class", lambda _device, fitted=fitted: fitted):
-                found = evaluate(table, args.trials, seed, args.sglang)
+    seeds = [int(part) for part in args.seeds.split(",")]
+    models = {path: _model(path, args) for path in args.tables}
+    for trials in (int(part) for part in args.trials.split(",")):
+        every: list[float] = []
+        binaries: list[int] = []
+        for path, seed in itertools.product(args.tables, seeds):
+            with contextlib.ExitStack() as patches:
+                _use(models[path], patches)
+                found = evaluate(read_table(path), trials, seed, args.sglang)
             values = list(found["regret"].values())
             every += values
             line = " ".join(f"{m}:{regret:.3f}" for m, regret in found["regret"].items())
@@ -120,10 +140,12 @@ def main() -> int:
                 flush=True,
             )
             binaries.append(found["binaries"])
-    print(
-        f"all: binaries {statistics.fmean(binaries):.0f} a table, geomean {geomean(every):.4f} "
-        f"worst {max(every):.3f} over {len(every)} searches of one M"
-    )
+        close = sum(value <= _CLOSE for value in every)
+        print(
+            f"{trials} trials: binaries {statistics.fmean(binaries):.0f} a table, geomean {geomean(every):.4f} "
+            f"worst {max(every):.3f}, {close} of {len(every)} searches of one M within 1 %",
+            flush=True,
+        )
     return 0
 
 
