@@ -38,6 +38,7 @@ def test_every_option_of_a_layer_can_stand_in_a_file(tmp_path: Path) -> None:
     inter = 1024
     block-shape = "128,128"
     dtype = "fp8_w8a8"
+    no-gate = true
     """
     targets = [target.problem for target in jobs(tmp_path, text)]
     assert [(one.experts, one.intermediate, one.topk, one.hidden) for one in targets] == [
@@ -45,6 +46,7 @@ def test_every_option_of_a_layer_can_stand_in_a_file(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [one.block_shape for one in targets] == [(0, 64), (0, 64), None, (128, 128)]
     assert [one.zero_points for one in targets] == [True, True, False, False]
+    assert [one.gated for one in targets] == [True, True, True, False]
     keys = {line.split("=")[0].strip().replace("-", "_") for line in text.splitlines() if "=" in line}
     assert keys == {entry.name for entry in fields(LayerOptions)}
 
