@@ -181,13 +181,16 @@ def test_the_search_comes_close_to_the_exhaustive_table(path: Path, sglang_0_5_1
     assert len(tuned) >= 5
     for row in tuned:
         assert row.today is not None
-        before = sum(
-            times[gemm, tile, row.m] for gemm, tile in zip(Gemm, (row.today.gate_up, row.today.down), strict=True)
+        before, after = (
+            [times.get((gemm, tile, row.m)) for gemm, tile in zip(Gemm, (pair.gate_up, pair.down), strict=True)]
+            for pair in (row.today, row.chosen)
         )
-        after = sum(
-            times[gemm, tile, row.m] for gemm, tile in zip(Gemm, (row.chosen.gate_up, row.chosen.down), strict=True)
-        )
-        assert after < before, row.m
+        if None in before:
+            # A shipped row that the table lacks, with TMA say, is one that cannot run there.
+            assert "today's pair cannot run" in row.note
+            assert row.ratio is None
+        else:
+            assert sum(after) < sum(before), row.m  # type: ignore[arg-type]
 
 
 def test_a_replay_of_one_seed_ends_the_same(sglang_0_5_15: Path, tmp_path: Path) -> None:
