@@ -21,7 +21,7 @@ from sm120tune.measure.model import (
     gemm_load,
     tile_arrays,
 )
-from sm120tune.measure.occupancy import StoredFacts, TileFacts, blocks_per_sm, recorded_facts
+from sm120tune.measure.occupancy import TileFacts, blocks_per_sm, recorded_facts
 from sm120tune.measure.roofline import gemm_work
 from sm120tune.measure.routing import Routing
 from sm120tune.problem import Gemm, MoEProblem
@@ -31,8 +31,11 @@ from sm120tune.tiles import Tile
 FactsOf = Callable[[Tile], TileFacts]
 """What the compiler says of one GEMM's tile; raises UserError where it cannot run."""
 
-_COMPILED_AT_MOST = 4
+_COMPILED_AT_MOST = 8
 """Shapes that are compiled to find the fastest: guessed registers can make a tile look better than it is."""
+
+_WORTH_COMPILING = 0.99
+"""Share of the best time so far that another tile has to promise."""
 
 _TERMS = ("bandwidth", "compute", "shared_reads", "l2", "latency")
 
@@ -144,8 +147,8 @@ def best_tile(
     """Return the tile with this BLOCK_SIZE_M, which both GEMMs share, that the model expects to be the fastest.
 
     With ``facts_of`` the first few by their record or guess are estimated again with the compiler's facts, until none
-    that follows looks faster than the best of them. Tiles that differ in num_stages alone are taken to need the same
-    registers, so that a shape that spills is compiled once.
+    that follows looks faster than the best of them; a shape with the num_stages alone that is expected to suit it best,
+    since registers and spills hardly depend on that.
     """
     space = Space(problem, m, SpaceLimits(device.shared_memory_per_block))
     values = {**VALUES, "BLOCK_SIZE_M": (block_size_m,), "GROUP_SIZE_M": (1,)}
@@ -155,24 +158,18 @@ def best_tile(
     if facts_of is None:
         return ordered[0][1]
 
-    def us_of(tile: Tile, facts: TileFacts) -> float:
-        return estimate_gemm(problem, gemm, tile, m, device, facts, routing).us
-
-    fastest: tuple[float, Tile] | None = None
-    seen: dict[Tile, TileFacts] = {}
+    fastest = (math.inf, ordered[0][1])
+    seen: set[Tile] = set()
     for us, tile in ordered:
-        if len(seen) == _COMPILED_AT_MOST or (fastest is not None and fastest[0] <= us):
+        if us >= _WORTH_COMPILING * fastest[0] or len(seen) == _COMPILED_AT_MOST:
             break
         shape = replace(tile, num_stages=1)
-        if shape in seen and fastest is not None:
-            shared = facts_without_compiling(tile, problem, device).shared_bytes
-            like = StoredFacts(shared, seen[shape].registers, seen[shape].spill_bytes)
-            if us_of(tile, like) >= fastest[0]:
-                continue
+        if shape in seen:
+            continue
+        seen.add(shape)
         try:
-            facts = facts_of(tile)
+            again = estimate_gemm(problem, gemm, tile, m, device, facts_of(tile), routing).us
         except UserError:
             continue
-        seen[shape] = facts
-        fastest = min((us_of(tile, facts), tile), fastest or (math.inf, tile))
-    return ordered[0][1] if fastest is None else fastest[1]
+        fastest = min(fastest, (again, tile))
+    return fastest[1]
