@@ -186,17 +186,22 @@ def _edges(program: Sequence[_Instruction], labels: Mapping[str, int]) -> list[l
     meeting: dict[str, list[int]] = {}
     for one in program:
         if one.base == "BSSY" and one.target in labels:
-            meeting.setdefault(one.operands.partition(",")[0], []).append(labels[one.target])
+            meeting.setdefault(_first(one.operands), []).append(labels[one.target])
     edges: list[list[int]] = []
     for index, one in enumerate(program):
         targets = [] if one.base in {"CALL", "RET", "BSSY"} or one.target not in labels else [labels[one.target]]
         if one.base == "BSYNC":
-            targets = meeting.get(one.operands, [])
+            targets = meeting.get(_first(one.operands), [])
         ends = one.base in {"EXIT", "RET", "BRX", "JMX"} or (one.base in {"BRA", "JMP"} and one.operands[:1] == "`")
         if not ends or one.guard:
             targets = [*targets, index + 1]
         edges.append([target for target in targets if target < len(program)])
     return edges
+
+
+def _first(operands: str) -> str:
+    """Return the first operand; what some releases of the tool add on scheduling is none."""
+    return re.split(r"[,\s]", operands, maxsplit=1)[0]
 
 
 def _reached(start: int, edges: Sequence[Sequence[int]]) -> set[int]:
