@@ -44,7 +44,7 @@ PLAIN = [BF16, FP8, FP8_BLOCK, INT8]
 
 @pytest.mark.parametrize("arch", [120, 90])
 @pytest.mark.parametrize("problem", PLAIN, ids=str)
-@pytest.mark.parametrize("tile", [Tile(16, 64, 64, 1, 4, 3), Tile(64, 128, 64, 1, 8, 3)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(16, 32, 64, 1, 4, 3), Tile(64, 128, 64, 1, 8, 3)], ids=str)
 def test_main_loop_holds_the_products_of_one_step(
     sglang_0_5_23: Path, problem: MoEProblem, tile: Tile, arch: int
 ) -> None:
