@@ -166,8 +166,9 @@ def test_provenance_says_what_no_name_does(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["problem"] == record
     assert cli.run(["explain", str(config), *ASK, "--no-compile", "--json", "--topk", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["problem"] == {**record, "topk": 1}
-    assert cli.run(["explain", str(config), *ASK, "--group-size", "128"]) == 2
-    assert "leave them out" in capsys.readouterr().err
+    for option, value, said in (("--group-size", "128", "leave them out"), ("--topk", "0", "must be at least 1")):
+        assert cli.run(["explain", str(config), *ASK, option, value]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_short_bf16_rows_still_come_in_copies_of_16_bytes(sglang_0_5_23: Path) -
     assert dict(code.copies) == {"LDGSTS.E.BYPASS.128": 2 * 64 * 64 // (128 * 16)}
     assert dict(code.mma) == {"HMMA.16816.F32.BF16": 16}
     assert set(code.matrix_loads) == {"LDSM.16.M88.4"}
+    assert not code.shared_loads
     assert not code.global_loads
     assert not code.local_loads
 
@@ -188,6 +189,29 @@ def test_what_never_runs_is_not_counted() -> None:
     code = read_sass(text)
     assert (code.instructions, code.loop_instructions) == (9, 6)
     assert dict(code.shared_loads) == {"LDS": 1}
+
+
+def test_threads_that_went_apart_meet_where_it_was_agreed() -> None:
+    text = """
+.L_x_0:
+        /*0000*/                   BSSY.RECONVERGENT B0, `(.L_x_1) ;
+        /*0010*/              @!P0 BRA `(.L_x_2) ;
+        /*0020*/                   BSYNC.RECONVERGENT B0 ;
+.L_x_1:
+        /*0030*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0040*/                   BRA.U !UP0, `(.L_x_0) ;
+        /*0050*/                   EXIT ;
+.L_x_2:
+        /*0060*/                   LDG.E R3, desc[UR4][R2.64] ;
+        /*0070*/                   BSYNC.RECONVERGENT B0                 ?trans1;
+        /*0080*/                   LDL R3, [R1] ;
+        /*0090*/                   EXIT ;
+"""
+    code = read_sass(text)
+    # Not fallen through to what follows the last one, which leads nowhere.
+    assert dict(code.global_loads) == {"LDG.E": 1}
+    assert (code.loop_local_loads, code.local_loads) == (0, 1)
+    assert code.loop_instructions == 7
 
 
 def test_the_tool_may_be_missing_or_not_understand(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from sm120tune.binaries import Asked, Binaries
 from sm120tune.check.names import ConfigName, parse_name
 from sm120tune.check.resources import Resources
 from sm120tune.cli.machine_code import code_lines
-from sm120tune.cli.options import scale_shape, sglang_if_there
+from sm120tune.cli.options import given_or, scale_shape, sglang_if_there
 from sm120tune.convert.sources import record_of
 from sm120tune.devices import find_device
 from sm120tune.errors import UserError
@@ -80,7 +79,8 @@ def _explain(options: _Options) -> int:
     up = _row(up_path, m)
     down = (_row(down_path, m) if down_path.exists() else up).with_block_m(up.BLOCK_SIZE_M)
     tree = None if options.no_compile else _tree(options.sglang)
-    resources = Resources(tree, os.cpu_count() or 1)
+    # One tile's answer decides which is asked for next.
+    resources = Resources(tree, workers=1)
     binaries = None if tree is None else Binaries(tree, resources, problem, m, card, down.USE_TMA)
     told: dict[str, None] = {}
     asked = Asked(problem, m, card, how, binaries, lambda line: told.setdefault(line))
@@ -109,12 +109,15 @@ def _explain(options: _Options) -> int:
 def _problem(options: _Options, name: ConfigName, up_path: Path) -> MoEProblem:
     """Return the layer of the provenance, else the one that the name and the options say."""
     shape = scale_shape(None, options.group_size)
+    for option, value in (("--hidden", options.hidden), ("--topk", options.topk)):
+        if value is not None and value < 1:
+            raise UserError(f"{option} must be at least 1, not {value}")
     record = record_of(up_path)
     if record is not None:
         known = provenance.load(record).problem
         if shape is not None or options.zero_points:
             raise UserError(f"--group-size and --zero-points are in the provenance of {up_path.name}; leave them out")
-        return replace(known, hidden=options.hidden or known.hidden, topk=options.topk or known.topk)
+        return replace(known, hidden=given_or(options.hidden, known.hidden), topk=given_or(options.topk, known.topk))
     named = name.problem()
     if named is None or named.dtype not in DTYPES:
         raise UserError(f"{up_path.name}: explain knows {', '.join(DTYPES)} only")
