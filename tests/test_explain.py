@@ -27,7 +27,7 @@ def test_counts_follow_from_the_routing() -> None:
     assert found.padding == 0.0
     assert found.waves == pytest.approx(found.blocks / (CARD.sm_count * found.blocks_per_sm))
     assert found.memory_bytes == 2 * (256 * 1024 * 2048 + 4096 * 2048 + 4096 * 8 * 1024)
-    assert not found.facts_guessed
+    assert found.facts_from == "record"
     half = explain(QWEN, Gemm.GATE_UP, Tile(256, 64, 32, 8, 8, 3), 4096, CARD, BALANCED)
     assert half.padding == 0.5
 
@@ -93,7 +93,7 @@ def test_without_a_down_file_the_up_rows_serve_both(tmp_path: Path, capsys: pyte
         (f"{NAME}.json", "[]", "no SGLang config file"),
         (f"{NAME}.json", None, "cannot be read"),
         ("tiles.json", "{}", "is no name"),
-        (f"{NAME},dtype=fp8_w8a8.json", "{}", "bf16 and fp16 only"),
+        (f"{NAME},dtype=fp8_w4a4.json", "{}", "explain knows bf16"),
     ],
 )
 def test_what_cannot_be_explained_is_one_line(

@@ -152,7 +152,7 @@ class Resources:
         limits = Limits(device.shared_memory_per_block, device.registers_per_sm)
         if self._tree is None or not self.compiles(launch.problem):
             return Pending(_bound(launch, limits), limits)
-        return Pending(self._started().submit(self._spec(self._tree, launch, device)), limits)
+        return Pending(self._started().submit(compile_spec(self._tree, launch, device)), limits)
 
     def stop(self) -> None:
         """End the compile processes."""
@@ -164,20 +164,22 @@ class Resources:
             self._pool = CompilePool(CompileCache(cache_root() / "compile"), self._workers)
         return self._pool
 
-    def _spec(self, tree: SGLangTree, launch: Launch, device: DeviceSpec) -> CompileSpec:
-        import triton
 
-        kernels, stored = load_kernels(tree), launch.problem.quantization
-        variant = variant_for(
-            launch.problem,
-            launch.gemm,
-            launch.tile,
-            m=launch.m,
-            sorted_intermediate=launch.sorted_intermediate,
-            pdl=launch_flags(kernels.gemm_kernel(stored), device.arch).pdl,
-        )
-        source_hash = kernels.hash_for(stored)
-        return CompileSpec(tree.package, source_hash, triton.__version__, device.arch, launch.problem, variant)
+def compile_spec(tree: SGLangTree, launch: Launch, device: DeviceSpec) -> CompileSpec:
+    """Return the compile request of the binary that SGLang would launch; raises UpstreamError like :meth:`ask`."""
+    import triton
+
+    kernels, stored = load_kernels(tree), launch.problem.quantization
+    variant = variant_for(
+        launch.problem,
+        launch.gemm,
+        launch.tile,
+        m=launch.m,
+        sorted_intermediate=launch.sorted_intermediate,
+        pdl=launch_flags(kernels.gemm_kernel(stored), device.arch).pdl,
+    )
+    source_hash = kernels.hash_for(stored)
+    return CompileSpec(tree.package, source_hash, triton.__version__, device.arch, launch.problem, variant)
 
 
 def _bound(launch: Launch, limits: Limits) -> Use:

@@ -21,14 +21,14 @@ from sm120tune.check.rules import rules_of
 from sm120tune.check.server import Server, check_server
 from sm120tune.check.view import ServerView
 from sm120tune.cli.model import given_model, model_lines, model_options
-from sm120tune.cli.options import given, given_or, layer_options, scale_options, scale_shape
+from sm120tune.cli.options import given, given_or, layer_options, scale_options, scale_shape, sglang_if_there
 from sm120tune.devices import DeviceSpec, find_device, known_devices
 from sm120tune.errors import UserError
 from sm120tune.models import MoEModel
 from sm120tune.problem import MoEProblem
 from sm120tune.quantization import DTYPES, UNQUANTIZED
 from sm120tune.resolve import CardRequest, resolve_card
-from sm120tune.upstream import SGLangTree, UpstreamError, find_sglang
+from sm120tune.upstream import SGLangTree, find_sglang
 
 _NUMBERS = (
     "model",
@@ -111,7 +111,7 @@ def _check(options: CheckOptions) -> int:
     if options.all_cards and (numbers or options.device is not None):
         raise UserError("--all-cards checks files of every card; leave out --device and the layer's numbers")
     model = given_model(options.model, force=options.force)
-    tree = _tree(options.sglang, needed=not options.paths)
+    tree = sglang_if_there(options.sglang) if options.paths else find_sglang(options.sglang)
     resources = Resources(tree, options.workers or os.cpu_count() or 1)
     try:
         report = _report(options, model, tree, resources, numbers=bool(numbers))
@@ -151,18 +151,6 @@ def _report(
     if not sources:
         raise UserError(f"{tree.configs_dir} has no file for {options.device}; check a layer's numbers instead")
     return check_files(sources, context)
-
-
-def _tree(path: Path | None, *, needed: bool) -> SGLangTree | None:
-    """Return the tree that a person named, else the importable one, else None where files can do without."""
-    if path is not None or needed:
-        return find_sglang(path)
-    try:
-        return find_sglang()
-    except UpstreamError:
-        raise
-    except UserError:
-        return None
 
 
 def _server(options: CheckOptions, model: MoEModel | None, tree: SGLangTree) -> Server:

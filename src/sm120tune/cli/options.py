@@ -12,6 +12,7 @@ import click
 from sm120tune.errors import UserError
 from sm120tune.problem import check_batch_sizes
 from sm120tune.quantization import DTYPES, GROUP_SIZES
+from sm120tune.upstream import SGLangTree, UpstreamError, find_sglang
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -29,6 +30,18 @@ def place_options(command: _F) -> _F:
         help="SGLang checkout, site-packages or package.  [default: the importable one]",
     )
     return sglang(config_dir(command))
+
+
+def sglang_if_there(path: Path | None) -> SGLangTree | None:
+    """Return the tree that a person named, else the importable one, else None; raises UserError for a wrong path."""
+    if path is not None:
+        return find_sglang(path)
+    try:
+        return find_sglang()
+    except UpstreamError:
+        raise
+    except UserError:
+        return None
 
 
 def quantization_options(command: _F) -> _F:

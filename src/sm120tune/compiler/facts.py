@@ -45,14 +45,18 @@ def read_facts(compiled: Any) -> TileFacts:
     --dump-resource-usage`` (it ships inside Triton's wheel). Raises UnreadableBinaryError when the tool's answer is
     not understood.
     """
-    cubin = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
-    registers, stack = _resource_usage(Path(cubin))
+    registers, stack = _resource_usage(cubin_path(compiled))
     return TileFacts(
         shared_bytes=int(compiled.metadata.shared),
         registers=registers,
         spill_bytes=stack,
         num_warps=int(compiled.metadata.num_warps),
     )
+
+
+def cubin_path(compiled: Any) -> Path:
+    """Return where Triton's cache holds the binary of a ``CompiledKernel``."""
+    return Path(next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin")))
 
 
 def _resource_usage(cubin: Path) -> tuple[int, int]:

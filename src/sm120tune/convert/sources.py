@@ -81,7 +81,7 @@ def from_vllm(path: Path, layer: Layer, *, per_channel: bool = False) -> Source:
 def from_sglang(path: Path, layer: Layer) -> Source:
     """Read a pair of SGLang: ours with its provenance, or any, then with the layer's numbers."""
     up_path = path.with_name(path.stem.removesuffix("_down") + path.suffix)
-    if _has_provenance(up_path):
+    if record_of(up_path) is not None:
         pair = read_pair(up_path)
         record = pair.record
         return Source(
@@ -128,8 +128,11 @@ def triton_of(path: Path) -> str | None:
     return folder.removeprefix("triton_").replace("_", ".") if folder.startswith("triton_") else None
 
 
-def _has_provenance(up_path: Path) -> bool:
-    return (up_path.absolute().parents[2] / "provenance" / up_path.absolute().parent.name / up_path.name).is_file()
+def record_of(up_path: Path) -> Path | None:
+    """Return the provenance file that lies beside the tree of a config file, or None where there is none."""
+    folder = up_path.absolute().parent
+    record = folder.parent.parent / "provenance" / folder.name / up_path.name
+    return record if record.is_file() else None
 
 
 def _name(path: Path) -> ConfigName:
