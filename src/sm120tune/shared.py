@@ -19,6 +19,7 @@ from sm120tune.job import Job
 from sm120tune.measure.cost_constants import fitted_class
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import VerifyRequest
+from sm120tune.problem import MoEProblem
 from sm120tune.provenance import RowProvenance, RowStatus
 from sm120tune.racing import race_against, race_beside
 from sm120tune.rows import Decision, Samples, make_row, why_not_runnable
@@ -180,8 +181,13 @@ class SharedChoice:
         parts = []
         for job, view in self._each(m):
             ratio = f"{view.ratio.middle:.3f}" if view.ratio is not None else "without today's pair"
-            parts.append(f"{ratio} for hidden={job.problem.hidden} topk={job.problem.topk}")
+            parts.append(f"{ratio} for {self._word(job.problem)}")
         return "over today: " + ", ".join(parts)
+
+    def _word(self, problem: MoEProblem) -> str:
+        """Return what tells a layer from the others of the file."""
+        sizes = [(job.problem.hidden, job.problem.topk) for job in self._jobs]
+        return f"hidden={problem.hidden} topk={problem.topk}" if len(set(sizes)) == len(sizes) else str(problem)
 
     def _each(self, m: int) -> list[tuple[Job, _View]]:
         return [(job, views[m]) for job, views in zip(self._jobs, self._views, strict=True)]

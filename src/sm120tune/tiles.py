@@ -35,6 +35,8 @@ class Tile:
         A row without ``num_warps`` or ``num_stages`` (SGLang's bf16 default is one) runs with Triton's own
         4 and 3. Raises ValueError for a missing field, one that is no positive integer, or an unknown field.
         """
+        if not isinstance(row, Mapping):
+            raise ValueError(f"a row must be an object with BLOCK_SIZE_M and so on, not {row!r:.60}")
         for name in _REQUIRED:
             if name not in row:
                 raise ValueError(f"row has no {name}: {dict(row)}")

@@ -26,6 +26,7 @@ from sm120tune.measure.model_lane import ModelLane
 from sm120tune.measure.replay import ReplayLane, ReplayPool
 from sm120tune.measure.worker import WorkerSetup
 from sm120tune.observer import Observer
+from sm120tune.problem import MoEProblem
 from sm120tune.provenance import FileProvenance
 from sm120tune.runner import Runner, RunResult
 from sm120tune.search.journal import Journal
@@ -42,6 +43,8 @@ class Outcome:
     result: RunResult
     written: WrittenPair
     seconds: float
+    problems: tuple[MoEProblem, ...]
+    """The layers that the pair was made for."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def run_job(job: Job, options: RunOptions, pool: VariantPool, observer: Observer
 def write(jobs: Sequence[Job], result: RunResult, options: RunOptions, begin: float) -> Outcome:
     """Write the pair of one job, or of several that share it."""
     written = write_ladder(options.output, _ladder(jobs, result), replace=options.replace)
-    return Outcome(result, written, time.monotonic() - begin)
+    return Outcome(result, written, time.monotonic() - begin, tuple(job.problem for job in jobs))
 
 
 def rows_to_merge(jobs: Sequence[Job], output: Path) -> dict[int, TilePair]:

@@ -136,14 +136,18 @@ def _calibrate(options: _Options) -> int:
     run_options = RunOptions(output.parent, options.fresh, workers=options.workers)
     with make_observer(console, quiet=options.quiet) as observer:
         result = calibrate(job, chosen, start, run_options, observer)
-    written = _write(result.calibration, [output, *([applied_path(job.device.name)] if options.apply else [])])
+    fell_short = _fell_short(result)
+    if options.apply and fell_short:
+        print("warning: not applied: a calibration that fell short would make estimates worse", file=sys.stderr)
+    applied = [applied_path(job.device.name)] if options.apply and not fell_short else []
+    written = _write(result.calibration, [output, *applied])
     if options.as_json:
         document = result_json(result)
         document |= {"files": [str(path) for path in written], "seconds": round(time.monotonic() - began, 1)}
         print(json.dumps(document, indent=4))
     else:
         show_result(report.result_console(), result, start, written, time.monotonic() - began)
-    return EXIT_FELL_SHORT if _fell_short(result) else 0
+    return EXIT_FELL_SHORT if fell_short else 0
 
 
 def _job(options: _Options) -> Job:

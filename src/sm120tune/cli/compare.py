@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -116,14 +116,14 @@ def _compare(options: _Options) -> int:
 
 def _second(path: Path, a: Source) -> Source:
     """Read B; raises UserError where it is not for A's layer and card."""
-    b = from_sglang(path, Layer(a.problem.hidden, a.problem.topk))
+    b = from_sglang(path, Layer(a.problem.hidden, a.problem.topk), like=a.problem)
     problem = b.problem
     if a.plain or b.plain:
         problem = replace(problem, router_experts=a.problem.router_experts, shared_experts=a.problem.shared_experts)
-    mine, other = a.problem.to_json(), problem.to_json()
-    for name in mine:
-        if mine[name] != other[name]:
-            raise UserError(f"{a.path} is for {name} {mine[name]}, {path} for {other[name]}: nothing to compare")
+    for entry in fields(problem):
+        mine, other = getattr(a.problem, entry.name), getattr(problem, entry.name)
+        if mine != other:
+            raise UserError(f"{a.path} is for {entry.name} {mine}, {path} for {other}: nothing to compare")
     if a.device_name != b.device_name:
         raise UserError(f"{a.path} is for {a.device_name}, {path} for {b.device_name}: nothing to compare")
     return b

@@ -158,7 +158,11 @@ def _row(path: Path, m: int) -> Tile:
         rows = {int(key): row for key, row in read_object(path).items()}
         if not rows:
             raise ValueError("it has no row")
-        return Tile.from_row(rows[nearest(sorted(rows), m)])
+        tile = Tile.from_row(rows[nearest(sorted(rows), m)])
+        odd = [name for name, value in tile.to_row().items() if name.startswith("BLOCK") and value & (value - 1)]
+        if odd:
+            raise ValueError(f"{odd[0]} {getattr(tile, odd[0])} is no power of two, which Triton refuses")
+        return tile
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:

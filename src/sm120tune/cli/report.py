@@ -191,7 +191,7 @@ def show_summary(out: Console, outcomes: Iterable[tuple[Job, Outcome]]) -> None:
     for job, outcome in outcomes:
         ratios = [row.ratio for row in outcome.result.rows if row.status is RowStatus.TUNED and row.ratio is not None]
         table.add_row(
-            str(job.problem),
+            "\n".join(map(str, outcome.problems)),
             f"{len(ratios)} of {len(job.batch_sizes)}",
             f"{geometric_mean(ratios):.3f}" if ratios else "",
             f"{outcome.seconds:.0f}",
@@ -207,6 +207,7 @@ def outcome_json(job: Job, outcome: Outcome) -> dict[str, Any]:
         "provenance": [str(path) for path in outcome.written.provenance_paths],
         "kind": job.kind,
         "problem": job.problem.to_json(),
+        **({"shared_with": [other.to_json() for other in outcome.problems[1:]]} if outcome.problems[1:] else {}),
         "device": job.device.name,
         "rows": [row.to_json() for row in outcome.result.rows],
         "failures": dict(outcome.result.failures),

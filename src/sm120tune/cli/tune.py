@@ -207,7 +207,7 @@ def _tune(options: TuneOptions, began: float) -> int:
         report.show_outcome(console, job, outcome)
         outcomes.append((job, outcome))
         documents.append(report.outcome_json(job, outcome))
-    if len(outcomes) > 1:
+    if outcomes and len(jobs) > 1:
         report.show_summary(console, outcomes)
     if options.as_json:
         print(json.dumps(documents[0] if len(documents) == 1 else {"jobs": documents}, indent=4))
@@ -237,7 +237,8 @@ def _by_file(jobs: list[Job]) -> list[list[Job]]:
                 "yet; use --keys all"
             )
         sharing.append(job)
-    return list(files.values())
+    # The order of a job file does not count: the first layer is the one that later runs are compared with.
+    return [sorted(sharing, key=lambda job: json.dumps(job.problem.to_json())) for sharing in files.values()]
 
 
 def _table(options: TuneOptions) -> Table | None:

@@ -30,6 +30,7 @@ from sm120tune.errors import UserError
 from sm120tune.install import find_pairs, find_place
 from sm120tune.install.pair import ConfigPair
 from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
+from sm120tune.problem import MoEProblem
 from sm120tune.provenance import UNKNOWN_ROUTING
 from sm120tune.quantization import DTYPES
 from sm120tune.resolve import check_memory
@@ -118,15 +119,16 @@ def _verify(options: _Options) -> int:
         raise UserError(f"{both}give either a pair's file or, for an installed pair, --model or --experts and --inter")
     if options.preload is not None and not options.preload.is_file():
         raise UserError(f"--preload {options.preload}: no such file")
-    pairs = find_pairs(options.files) if options.files else []
+    pairs = [(pair, layer) for pair in find_pairs(options.files) for layer in pair.record.problems]
     place = find_place(options.sglang, options.config_dir or _served_folder())
     gpus = local_gpus()
     pairs = pairs or [installed_pair(place, _wanted(options), {gpu.spec.file_name for gpu in gpus})]
-    plans = [(pair, _plan(pair, options, gpus)) for pair in pairs]
+    plans = [(pair, _plan(pair, layer, options, gpus)) for pair, layer in pairs]
     console = result_console()
     judged = []
     for pair, plan in plans:
-        _tell(f"{pair.ladder.up_name} on GPU {plan.gpu.index}, SGLang {place.tree.version}, {len(plan.batch_sizes)} M")
+        where = f"GPU {plan.gpu.index}, SGLang {place.tree.version}, {len(plan.batch_sizes)} M"
+        _tell(f"{pair.ladder.up_name} for {plan.problem} on {where}")
         judged.append(verify_pair(pair, place, plan, lambda verdict: _tell(f"M={verdict.m}: {verdict.word.value}")))
         if not options.as_json:
             _show(console, judged[-1])
@@ -170,16 +172,16 @@ def _wanted(options: _Options) -> Wanted:
     return Wanted(target.problem, frozenset(unsaid | {"router_experts", "shared_experts"}))
 
 
-def _plan(pair: ConfigPair, options: _Options, gpus: tuple[LocalGPU, ...]) -> VerifyOptions:
+def _plan(pair: ConfigPair, layer: MoEProblem, options: _Options, gpus: tuple[LocalGPU, ...]) -> VerifyOptions:
     gpu = _gpu(pair, options.gpu, gpus)
     sizes = options.batch_sizes or tuple(sorted({*pair.up_rows, *(gap.last_below for gap in gaps(list(pair.up_rows)))}))
-    check_memory(pair.record.problem, max(sizes), (gpu,))
+    check_memory(layer, max(sizes), (gpu,))
     tuned_with = next((row.routing for row in pair.record.rows if row.routing != UNKNOWN_ROUTING), "uniform")
     routing = str(parse_routing(options.routing or tuned_with))
     busy = busy_reason(gpu)
     if busy is not None:
         _tell(f"warning: {busy}")
-    return VerifyOptions(gpu, sizes, routing, options.seed, options.preload, installed=not options.files)
+    return VerifyOptions(gpu, layer, sizes, routing, options.seed, options.preload, installed=not options.files)
 
 
 def _gpu(pair: ConfigPair, index: int | None, gpus: tuple[LocalGPU, ...]) -> LocalGPU:
@@ -205,7 +207,8 @@ def _tell(line: str) -> None:
 
 def _show(console: Any, judged: Judged) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in judged.versions.items())
-    table = Table(title=f"{judged.pair.ladder.up_name} ({versions})", title_justify="left", box=None, pad_edge=False)
+    title = f"{judged.pair.ladder.up_name}, {judged.problem} ({versions})"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("M", "without", "with", "ratio", "interval", "error", "loaded", "verdict"):
         table.add_column(column, justify="left" if column in {"loaded", "verdict"} else "right", no_wrap=True)
     for verdict in judged.verdicts:
@@ -232,7 +235,7 @@ def _cells(verdict: Verdict) -> tuple[str, ...]:
 def _judged_json(judged: Judged) -> dict[str, Any]:
     return {
         "file": str(judged.pair.up_path),
-        "problem": judged.pair.record.problem.to_json(),
+        "problem": judged.problem.to_json(),
         "device": judged.pair.device_name,
         "versions": judged.versions,
         "holds": judged.holds,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -78,8 +78,11 @@ def from_vllm(path: Path, layer: Layer, *, per_channel: bool = False) -> Source:
     return Source(path, "vLLM", problem, _device(name), pairs, version, UNKNOWN_SOURCE, notes)
 
 
-def from_sglang(path: Path, layer: Layer) -> Source:
-    """Read a pair of SGLang: ours with its provenance, or any, then with the layer's numbers."""
+def from_sglang(path: Path, layer: Layer, like: MoEProblem | None = None) -> Source:
+    """Read a pair of SGLang: ours with its provenance, or any, then with the layer's numbers.
+
+    Of a pair for several layers it is the one that the numbers mean, or with ``like`` that one where it is among them.
+    """
     up_path = path.with_name(path.stem.removesuffix("_down") + path.suffix)
     if record_of(up_path) is not None:
         pair = read_pair(up_path)
@@ -87,7 +90,7 @@ def from_sglang(path: Path, layer: Layer) -> Source:
         return Source(
             path=up_path,
             origin="SGLang",
-            problem=record.problem,
+            problem=_layer_of(up_path, record.problems, layer, like),
             device_name=pair.device_name,
             rows=pair.ladder.rows,
             triton_version=record.versions["triton"],
@@ -104,6 +107,16 @@ def from_sglang(path: Path, layer: Layer) -> Source:
     problem = _problem(up_path, up.name, layer)
     device = _device(up.name)
     return Source(up_path, "SGLang", problem, device, rows, triton_of(up_path), UNKNOWN_SOURCE, plain=True)
+
+
+def _layer_of(path: Path, problems: Sequence[MoEProblem], layer: Layer, like: MoEProblem | None) -> MoEProblem:
+    if like is not None:
+        return like if like in problems else problems[0]
+    for one in problems:
+        if layer.hidden in {None, one.hidden} and layer.topk in {None, one.topk, one.routed_topk}:
+            return one
+    given = [f"--{name} {value}" for name, value in vars(layer).items() if value is not None]
+    raise UserError(f"{path} is for {' and '.join(map(str, problems))}, not for {' '.join(given)}; leave them out")
 
 
 def read_sglang_files(up_path: Path) -> tuple[ConfigFile, ConfigFile | None]:

@@ -51,12 +51,15 @@ def expert_format(source: str, config: Mapping[str, Any], plain: str, *, fp4_exp
     if method in _ELSEWHERE:
         # The dtype that --force tunes: that of the Triton kernel which --quantization moe_wna16 asks for.
         integer = method in ("auto-round", "awq", "awq_marlin", "gptq", "gptq_marlin")
-        dtype = _INTEGER_BITS.get(str(config.get("bits", 4)), plain) if integer else plain
+        bits = config.get("bits", 4)
+        # Bits that no kernel of SGLang's takes stay visible: they are not the plain dtype.
+        other = f"int{bits}_w{bits}a16" if type(bits) is int else plain
+        dtype = _INTEGER_BITS.get(str(bits), other) if integer else plain
         if dtype not in _INTEGER_BITS.values():
             return ExpertFormat(dtype, served_elsewhere=_ELSEWHERE[method])
         return ExpertFormat(
             dtype,
-            group_shape_of(source, config.get("group_size"), default=128),
+            group_shape_of(source, config.get("group_size")),
             zero_points=config.get("zero_point") is True or config.get("sym") is False,
             served_elsewhere=_ELSEWHERE[method],
         )

@@ -23,10 +23,10 @@ class Wanted:
     """Fields that nobody gave: the installed pair's own count."""
 
 
-def installed_pair(place: Place, wanted: Wanted, cards: Collection[str]) -> ConfigPair:
-    """Return the installed pair, one for a card of ``cards`` and the server's Triton before others.
+def installed_pair(place: Place, wanted: Wanted, cards: Collection[str]) -> tuple[ConfigPair, MoEProblem]:
+    """Return the installed pair, one for a card of ``cards`` and the server's Triton before others, and its layer.
 
-    ``cards`` are names as files have them. Raises UserError for none, and for one that was tuned for another layer of
+    ``cards`` are names as files have them. Raises UserError for none, and for one that was tuned for other layers of
     the same name.
     """
     own = f"triton_{(place.triton_version or '').replace('.', '_')}"
@@ -42,20 +42,28 @@ def installed_pair(place: Place, wanted: Wanted, cards: Collection[str]) -> Conf
         )
     _, _, entry = min(found, key=lambda item: item[:2])
     pair = read_pair(place.configs / entry.triton_folder / entry.up_name)
+    for there in pair.record.problems:
+        if _asked(wanted, there) == there:
+            return pair, there
     there = pair.record.problem
-    asked = replace(wanted.problem, **{name: getattr(there, name) for name in wanted.unsaid})
-    if "topk" not in wanted.unsaid:
-        asked = replace(asked, topk=wanted.problem.routed_topk + asked.shared_experts)
+    asked = _asked(wanted, there)
     for option, value, has in (
         ("--hidden", asked.hidden, there.hidden),
         ("--topk", asked.routed_topk, there.routed_topk),
         ("--dtype", asked.dtype, there.dtype),
     ):
-        if value != has:
+        if value != has and not pair.record.shared_with:
             raise UserError(f"{pair.up_path} was tuned for {option} {has}, not {value}; tune for this layer")
-    if asked != there:
-        raise UserError(f"{pair.up_path} was tuned for {there}, not for {asked}; tune for this layer")
-    return pair
+    tuned_for = " and ".join(map(str, pair.record.problems))
+    raise UserError(f"{pair.up_path} was tuned for {tuned_for}, not for {asked}; tune for this layer")
+
+
+def _asked(wanted: Wanted, there: MoEProblem) -> MoEProblem:
+    """Return the wanted layer, with a tuned one's values for what nobody gave."""
+    asked = replace(wanted.problem, **{name: getattr(there, name) for name in wanted.unsaid})
+    if "topk" not in wanted.unsaid:
+        asked = replace(asked, topk=wanted.problem.routed_topk + asked.shared_experts)
+    return asked
 
 
 def _selectors(problem: MoEProblem) -> tuple[str | None, str | None, bool]:

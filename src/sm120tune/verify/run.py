@@ -18,6 +18,7 @@ from sm120tune.errors import UserError
 from sm120tune.install import Place
 from sm120tune.install.pair import ConfigPair
 from sm120tune.measure.memory import weight_copies
+from sm120tune.problem import MoEProblem
 from sm120tune.verify.folders import both_sides
 from sm120tune.verify.messages import Answer, Request
 from sm120tune.verify.verdict import Expected, Verdict, judge
@@ -34,6 +35,8 @@ class VerifyOptions:
     """How to judge."""
 
     gpu: LocalGPU
+    problem: MoEProblem
+    """The layer whose call runs."""
     batch_sizes: tuple[int, ...]
     routing: str
     seed: int
@@ -47,6 +50,8 @@ class Judged:
     """One pair's verdicts."""
 
     pair: ConfigPair
+    problem: MoEProblem
+    """The layer whose call ran: a pair may serve several."""
     verdicts: tuple[Verdict, ...]
     versions: dict[str, str]
     """SGLang's, Triton's and torch's in the child."""
@@ -61,7 +66,7 @@ def verify_pair(
     pair: ConfigPair, place: Place, options: VerifyOptions, on_verdict: Callable[[Verdict], None]
 ) -> Judged:
     """Run SGLang's call with and without the pair; raises UserError where SGLang or the GPU cannot be used."""
-    problem = pair.record.problem
+    problem = options.problem
     with both_sides(pair, place, installed=options.installed) as folders:
         request = Request(
             package=str(place.tree.package),
@@ -87,7 +92,7 @@ def verify_pair(
                 continue
             verdicts.append(judge(Answer.from_json(line), expected))
             on_verdict(verdicts[-1])
-    return Judged(pair, tuple(verdicts), versions)
+    return Judged(pair, problem, tuple(verdicts), versions)
 
 
 def _lines(request: Request, place: Place, gpu: LocalGPU) -> Iterator[dict[str, Any]]:
