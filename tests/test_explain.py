@@ -91,6 +91,8 @@ def test_without_a_down_file_the_up_rows_serve_both(tmp_path: Path, capsys: pyte
     [
         (f"{NAME}.json", "{}", "has no row"),
         (f"{NAME}.json", "[]", "no SGLang config file"),
+        (f"{NAME}.json", '{"64": 5}', "a row must be an object"),
+        (f"{NAME}.json", json.dumps({"64": {**ROW, "BLOCK_SIZE_N": 48}}), "BLOCK_SIZE_N 48 is no power of two"),
         (f"{NAME}.json", None, "cannot be read"),
         ("tiles.json", "{}", "is no name"),
         (f"{NAME},dtype=fp8_w4a4.json", "{}", "explain knows bf16"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def test_without_the_card_it_is_an_estimate(line: CommandLine, maker: Maker) -> 
     ("change", "words"),
     [
         ({"problem": SMALL.__class__(**{**vars(SMALL), "hidden": 1024})}, "hidden 512"),
+        ({"problem": replace(SMALL, gated=False)}, "gated True"),
         ({"device": {"name": "NVIDIA H200"}}, "is for NVIDIA RTX PRO 6000"),
     ],
 )
@@ -101,6 +103,19 @@ def test_pairs_of_two_layers_or_cards(command: InProcess, maker: Maker, change: 
     other = Maker(maker.site, maker.output.with_name("other")).write(rows(1), **{"problem": SMALL, **change}).up_path
     err = command.refused("compare", str(a), str(other), words=[words, "nothing to compare"])
     assert str(other) in err
+    # The other way round too: what only some layers have is written for those alone.
+    command.refused("compare", str(other), str(a), words=["nothing to compare"])
+
+
+def test_numbers_choose_a_layer_of_a_pair_for_several(
+    command: InProcess, measured: SyntheticLane, maker: Maker
+) -> None:
+    wide = replace(SMALL, hidden=1024, topk=4)
+    file = maker.write({1: GOOD, 64: GOOD}, problem=SMALL, shared_with=(wide,)).up_path
+    chosen = run(command, file, "default", "--batch-sizes", "64", "--hidden", "1024")
+    assert (chosen["problem"]["hidden"], chosen["problem"]["topk"]) == (1024, 4)
+    command.refused("compare", str(file), "default", "--hidden", "2048", words=["hidden=512", "--hidden 2048"])
+    assert measured.races
 
 
 @pytest.mark.parametrize(

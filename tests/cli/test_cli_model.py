@@ -106,6 +106,17 @@ def test_groups_that_a_config_holds_are_tuned(command: InProcess, tmp_path: Path
     assert f"int{bits}_w{bits}a16 group 64 with zero points" in said
 
 
+def test_bits_and_groups_are_not_guessed(command: InProcess, tmp_path: Path) -> None:
+    config = json.loads((DATA / "mixtral.json").read_text())
+    for quantization, words in (
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, ["int3_w3a16", "cannot be tuned"]),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, ["names no group size"]),
+    ):
+        config["quantization_config"] = quantization
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        command.refused(*model_args(command, str(tmp_path / "config.json"), "--force"), words=words)
+
+
 def test_force_without_a_model(command: InProcess) -> None:
     command.refused(*command.line.args("--force"), words=["--force", "--model"])
 

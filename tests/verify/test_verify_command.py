@@ -229,6 +229,21 @@ def test_a_pair_of_another_layer_is_no_models(verify: Command, tmp_path: Path) -
     assert (code, "was tuned for --topk 2, not 1; tune for this layer" in err) == (2, True), err
 
 
+def test_every_layer_of_a_shared_pair_is_judged(verify: Command, capsys: Any) -> None:
+    wide = replace(PROBLEM, hidden=512)
+    written = verify.maker.write(dict.fromkeys(SIZES, FAST), shared_with=(wide,))
+    code, out, err = verify.run(written.up_path, "--batch-sizes", "8", "--json")
+    assert code == 0, err
+    assert [pair["problem"]["hidden"] for pair in json.loads(out)["pairs"]] == [PROBLEM.hidden, 512]
+    verify.maker.install(written.up_path)
+    code, out, err = verify.run(*NUMBERS, "--hidden", "512", "--batch-sizes", "8", "--json")
+    assert code == 0, err
+    assert [pair["problem"]["hidden"] for pair in json.loads(out)["pairs"]] == [512]
+    code, _, err = verify.run(*NUMBERS, "--hidden", "1024")
+    assert code == 2
+    assert f"tuned for {PROBLEM} and {wide}, not for" in err
+
+
 def test_an_installed_pair_of_another_layer(verify: Command) -> None:
     verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, FAST)))
     for args, words in (
