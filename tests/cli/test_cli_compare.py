@@ -112,9 +112,9 @@ def test_numbers_choose_a_layer_of_a_pair_for_several(
 ) -> None:
     wide = replace(SMALL, hidden=1024, topk=4)
     file = maker.write({1: GOOD, 64: GOOD}, problem=SMALL, shared_with=(wide,)).up_path
+    command.refused("compare", str(file), "default", "--hidden", "2048", words=["hidden=512", "--hidden 2048"])
     chosen = run(command, file, "default", "--batch-sizes", "64", "--hidden", "1024")
     assert (chosen["problem"]["hidden"], chosen["problem"]["topk"]) == (1024, 4)
-    command.refused("compare", str(file), "default", "--hidden", "2048", words=["hidden=512", "--hidden 2048"])
     assert measured.races
 
 
