@@ -244,6 +244,16 @@ def test_every_layer_of_a_shared_pair_is_judged(verify: Command, capsys: Any) ->
     assert f"tuned for {PROBLEM} and {wide}, not for" in err
 
 
+def test_an_installed_pair_without_a_gate_by_numbers(verify: Command) -> None:
+    problem = replace(PROBLEM, gated=False)
+    verify.maker.install(verify.maker.write(dict.fromkeys(SIZES, FAST), problem=problem).up_path)
+    code, _, err = verify.run(*NUMBERS)
+    assert (code, "was tuned for" in err) == (2, True), err
+    # The importable stand-in has no such experts; that the pair is the one meant is seen from what it is asked for.
+    _, _, err = verify.run(*NUMBERS, "--no-gate", "--batch-sizes", "8")
+    assert f"for {problem} on GPU 0" in err
+
+
 def test_an_installed_pair_of_another_layer(verify: Command) -> None:
     verify.maker.install(up_file(verify.maker, dict.fromkeys(SIZES, FAST)))
     for args, words in (

@@ -62,6 +62,7 @@ class _Options:
     per_channel: bool
     group_size: int | None
     zero_points: bool
+    no_gate: bool
     batch_sizes: tuple[int, ...]
     tiles: int
     from_class: str | None
@@ -196,6 +197,7 @@ def _problem(options: _Options) -> MoEProblem:
         block_shape=scale_shape(options.block_shape, options.group_size),
         per_channel_quant=options.per_channel,
         zero_points=options.zero_points,
+        gated=not options.no_gate,
     )
 
 

@@ -44,6 +44,7 @@ _NUMBERS = (
     "per_channel",
     "group_size",
     "zero_points",
+    "no_gate",
 )
 
 
@@ -70,6 +71,7 @@ class CheckOptions:
     per_channel: bool
     group_size: int | None
     zero_points: bool
+    no_gate: bool
     device: str | None
     all_cards: bool
     sglang: Path | None
@@ -196,6 +198,7 @@ def _problem(options: CheckOptions, model: MoEModel | None) -> MoEProblem:
         block_shape=shape,
         per_channel_quant=options.per_channel,
         zero_points=options.zero_points,
+        gated=not options.no_gate,
     )
     return problem if known else replace(problem, dtype=dtype)
 

@@ -50,7 +50,7 @@ def quantization_options(command: _F) -> _F:
 
 
 def scale_options(command: _F) -> _F:
-    """Add the options that say what shares one weight scale."""
+    """Add the options that say what shares one weight scale, and whether experts have a gate."""
     options = (
         click.option(
             "--block-shape", help="Block of a block-wise checkpoint, for example 128,128.  [default: no blocks]"
@@ -62,6 +62,9 @@ def scale_options(command: _F) -> _F:
             help="Group of int4 and grouped int8 weights, for example 128.  [default: no groups]",
         ),
         click.option("--zero-points", is_flag=True, help="The groups have zero points (AWQ, asymmetric GPTQ)."),
+        click.option(
+            "--no-gate", is_flag=True, help="Experts without a gate projection and with squared ReLU (Nemotron-H)."
+        ),
     )
     for option in reversed(options):
         command = option(command)

@@ -89,7 +89,6 @@ _DEFAULT_SIZES = ",".join(str(m) for m in DEFAULT_BATCH_SIZES)
 @click.option(
     "--shared-experts", type=int, default=0, help="Shared experts fused into the routed ones: E+1, topk+1 each."
 )
-@click.option("--no-gate", is_flag=True, help="Experts without a gate projection and with squared ReLU (Nemotron-H).")
 @click.option(
     "--batch-sizes",
     default=_DEFAULT_SIZES,

@@ -40,7 +40,7 @@ from sm120tune.verify.installed import Wanted, installed_pair
 
 _LAYER = (
     "model", "experts", "tp", "ep", "inter", "hidden", "topk", "dtype", "shared_experts", "block_shape", "per_channel",
-    "group_size", "zero_points",
+    "group_size", "zero_points", "no_gate",
 )  # fmt: skip
 """Options that say which layer's installed pair is meant."""
 
@@ -62,6 +62,7 @@ class _Options:
     per_channel: bool
     group_size: int | None
     zero_points: bool
+    no_gate: bool
     sglang: Path | None
     config_dir: Path | None
     batch_sizes: tuple[int, ...]
@@ -164,6 +165,7 @@ def _wanted(options: _Options) -> Wanted:
         per_channel=options.per_channel,
         group_size=options.group_size,
         zero_points=options.zero_points,
+        no_gate=options.no_gate,
         shared_experts=given_or(options.shared_experts, 0),
     )
     (target,) = layer.targets()
