@@ -46,6 +46,8 @@ WITHOUT: Mapping[str, Mapping[str, float]] = {
     "reads from shared memory": {"shared_gb_s": 1e6},
     "loads through the L2": {"l2_gb_s": 1e6},
     "short rows": {"short_row_loss": 1e-3},
+    "short rows through the L2": {"short_row_l2": 1e-3},
+    "block scales": {"scale_us": 1e-6, "rescale_g_s": 1e6},
     "spills": {"spill_bytes_that_double": 1e9},
 }
 """Terms of the formula, and the constants that silence them."""

@@ -90,7 +90,7 @@ def explain(problem: MoEProblem, gemm: Gemm, tile: Tile, m: int, device: DeviceS
         registers=facts.registers,
         spill_bytes=facts.spill_bytes,
         shared_bytes=facts.shared_bytes,
-        facts_guessed=recorded_facts(tile, device.arch) is None,
+        facts_guessed=recorded_facts(tile, device.arch, problem.quantization) is None,
     )
 
 
