@@ -29,7 +29,8 @@ from sm120tune.measure.cost_constants import Constants
 from sm120tune.measure.cost_terms import Load, TileArrays, terms
 from sm120tune.measure.model import tile_arrays
 from sm120tune.measure.model_call import CallLoad, cold_share, rest_us
-from sm120tune.measure.occupancy import StoredFacts, recorded_facts
+from sm120tune.measure.occupancy import recorded_facts
+from sm120tune.quantization import Quantization
 from sm120tune.tiles import Tile
 
 Array = npt.NDArray[np.float64]
@@ -42,8 +43,7 @@ _HOLDING = 0.5
 _ROWS = (16, 32, 64, 128)
 SMALL, LARGE = Tile(16, 32, 64, 1), Tile(64, 64, 32, 8)
 FP8_BLOCK = Tile(64, 128, 128, 32)
-FP8_FACTS = StoredFacts(shared_bytes=49152, registers=255, spill_bytes=24)
-"""Of ``FP8_BLOCK`` on SM120, from bench/fp8_default_facts.py."""
+_STORED = {True: Quantization("fp8_w8a8", (128, 128)), False: Quantization()}
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class Field:
                 row_blocks=self.blocks[np.arange(len(self.us)), np.searchsorted(_ROWS, tile.block_m)],
                 weight_bytes=element,
                 activation_bytes=element,
+                block_scaled=self.fp8,
                 cold=cold,
             )
             total += terms(load, tile, card, c).us
@@ -116,7 +117,7 @@ class Field:
 
 def field_tiles(tiles: list[Tile], card: DeviceSpec) -> TileArrays:
     """Return tiles with the facts that were recorded for them."""
-    facts = {tile: FP8_FACTS if tile == FP8_BLOCK else recorded_facts(tile, card.arch) for tile in set(tiles)}
+    facts = {tile: recorded_facts(tile, card.arch, _STORED[tile == FP8_BLOCK]) for tile in set(tiles)}
     missing = [tile for tile, fact in facts.items() if fact is None]
     if missing:
         raise KeyError(f"no facts of {missing}")

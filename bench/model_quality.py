@@ -1,6 +1,7 @@
-"""How well the cost model predicts what it was not fitted on: the table of docs/model.md and README.
+"""How well the cost model predicts what it was not fitted on: the tables of docs/model.md.
 
     python bench/model_quality.py bench/tables/*.parquet --field bench/field/*.parquet
+    python bench/model_quality.py NEW.parquet --stored     # before anything is fitted again
 
 Recorded tables: constants and correction are fitted on all tables but one, which is then predicted. The field table:
 fitted without two of the 14 models at a time, which are then predicted; its tuned rows (E=256 N=512 bf16) are never
@@ -25,7 +26,7 @@ from model_tables import COUNTS, Recorded, bands, geomean, rank_correlation, rec
 
 from sm120tune.devices import DEFAULT_DEVICE_NAME, DeviceSpec, find_device
 from sm120tune.measure.correction import Correction
-from sm120tune.measure.cost_constants import Constants
+from sm120tune.measure.cost_constants import Constants, card_class
 from sm120tune.measure.cost_terms import features, terms
 from sm120tune.tiles import Tile
 
@@ -45,6 +46,8 @@ WITHOUT: Mapping[str, Mapping[str, float]] = {
     "reads from shared memory": {"shared_gb_s": 1e6},
     "loads through the L2": {"l2_gb_s": 1e6},
     "short rows": {"short_row_loss": 1e-3},
+    "short rows through the L2": {"short_row_l2": 1e-3},
+    "block scales": {"scale_us": 1e-6, "rescale_g_s": 1e6},
     "spills": {"spill_bytes_that_double": 1e9},
 }
 """Terms of the formula, and the constants that silence them."""
@@ -79,6 +82,21 @@ def predictions(table: Recorded, c: Constants, correction: Correction | None) ->
     return found
 
 
+def choice_quality(table: Recorded, predicted: list[Array]) -> dict[str, Any]:
+    """Return how well times for every entry of ``table.launches`` choose and rank its tiles, and how wrong they are."""
+    found: dict[str, Any] = {}
+    for band, indices in bands(table.launches):
+        pairs = [(table.launches[i], predicted[i]) for i in indices]
+        every = [regrets(table, *pair) for pair in pairs]
+        found[band] = {
+            **{f"best of {n}": round(geomean([each[i] for each in every]), 4) for i, n in enumerate(COUNTS)},
+            "worst first": round(max(each[0] for each in every), 3),
+            "rank correlation": round(float(np.mean([rank_correlation(*pair) for pair in pairs])), 4),
+            "median error": round(float(np.median(np.concatenate([np.abs(p / one.us - 1) for one, p in pairs]))), 4),
+        }
+    return found
+
+
 def table_quality(tables: Sequence[Recorded]) -> TableQuality:
     """Predict each table from the others."""
     summary: dict[str, Any] = {}
@@ -88,21 +106,22 @@ def table_quality(tables: Sequence[Recorded]) -> TableQuality:
         c = fit_tables(others)
         for kind, correction in (("formula", None), ("corrected", fit_correction(others, c))):
             predicted = predictions(held_out, c, correction)
-            found: dict[str, Any] = {}
-            for band, indices in bands(held_out.launches):
-                pairs = [(held_out.launches[i], predicted[i]) for i in indices]
-                every = [regrets(held_out, *pair) for pair in pairs]
-                found[band] = {
-                    **{f"best of {n}": round(geomean([each[i] for each in every]), 4) for i, n in enumerate(COUNTS)},
-                    "worst first": round(max(each[0] for each in every), 3),
-                }
-                found[band]["rank correlation"] = round(float(np.mean([rank_correlation(*p) for p in pairs])), 4)
-            ratios = [np.abs(p / one.us - 1) for one, p in zip(held_out.launches, predicted, strict=True)]
-            found["absolute error, median"] = round(float(np.median(np.concatenate(ratios))), 4)
-            summary.setdefault(held_out.name, {})[kind] = found
+            summary.setdefault(held_out.name, {})[kind] = choice_quality(held_out, predicted)
             if correction is not None:
                 errors += _leader_errors(held_out, predicted)
     return TableQuality(summary, errors)
+
+
+def stored_quality(tables: Sequence[Recorded]) -> dict[str, Any]:
+    """Predict tables with the constants that ship."""
+    return {
+        table.name: {
+            kind: choice_quality(table, predictions(table, fitted.constants, correction))
+            for kind, correction in (("formula", None), ("corrected", fitted.correction))
+        }
+        for table in tables
+        for fitted in (card_class(table.device.arch),)
+    }
 
 
 def leave_out(tables: Sequence[Recorded]) -> Iterator[tuple[str, list[float]]]:
@@ -187,28 +206,39 @@ def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", type=Path)
-    parser.add_argument("--field", type=Path, required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--field", type=Path)
+    what.add_argument("--stored", action="store_true", help="fit nothing: the tables as the shipped constants see them")
     parser.add_argument("--leave-out", action="store_true", help="also refit without one term at a time")
     args = parser.parse_args()
     tables = [recorded(path) for path in args.tables]
+    if args.stored:
+        _print_choices(stored_quality(tables))
+        return 0
     if args.leave_out:
         print("| without | first | best of 5 | best of 20 | rank correlation |\n|---|---:|---:|---:|---:|")
         for name, figures in leave_out(tables):
             print(f"| {name} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |", flush=True)
         print()
-    print("| unseen table | model | M | first | best of 5 | best of 20 | worst first | rank correlation |")
-    print("|---|---|---|---:|---:|---:|---:|---:|")
-    for name, kinds in table_quality(tables).summary.items():
-        for kind, found in kinds.items():
-            for band in ("M >= 8", "M < 8"):
-                cells = " | ".join(f"{found[band][key]:.3f}" for key in found[band])
-                print(f"| {name} | {kind} | {band} | {cells} |")
+    _print_choices(table_quality(tables).summary)
     quality = field_quality(read_field(args.field), find_device(DEFAULT_DEVICE_NAME), tables)
     print("\n| RTX PRO 6000, not fitted, M >= 8 | median | 90th percentile | rows |\n|---|---:|---:|---:|")
     for name, found in quality.summary.items():
         print(f"| {name} | {found['median']:.1%} | {found['p90']:.1%} | {found['rows']} |")
     print("\nmargins:", ", ".join(f"M >= {m}: {error:.0%}" for m, error in margins(quality.errors)))
     return 0
+
+
+def _print_choices(summary: Mapping[str, Any]) -> None:
+    print(
+        "| unseen table | model | M | first | best of 5 | best of 20 | worst first | rank correlation | median error |"
+    )
+    print("|---|---|---|---:|---:|---:|---:|---:|---:|")
+    for name, kinds in summary.items():
+        for kind, found in kinds.items():
+            for band in ("M >= 8", "M < 8"):
+                *cells, error = found[band].values()
+                print(f"| {name} | {kind} | {band} | {' | '.join(f'{cell:.3f}' for cell in cells)} | {error:.1%} |")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def regrets(table: Recorded, one: Launches, predicted: Array) -> list[float]:
     One GROUP_SIZE_M a tile, the likely one; the best of all may have any.
     """
     likely = {
-        size: likely_group(table.problem, one.gemm, one.m, size, table.routing)
+        size: likely_group(table.problem, one.gemm, one.m, size, table.device, table.routing)
         for size in {tile.BLOCK_SIZE_M for tile in one.tiles}
     }
     ranked: dict[str, tuple[float, bool, float]] = {}

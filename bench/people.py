@@ -5,7 +5,8 @@
 For each file the median over its rows of: the row's predicted time over the best tile's, its percentile among all
 tiles (0 is the best), and how far the median tile is from the best, without which the first figure says little. One
 tile serves both GEMMs, as in SGLang's own tuner; a ``_down`` file's row serves its GEMM. Hidden size and topk are not
-in the files: the models assumed are below. Facts of bf16 tiles are the compiler's, those of fp8 tiles guessed.
+in the files: the models assumed are below. Facts of bf16 and of block-wise fp8 tiles are the compiler's, those
+of other fp8 tiles guessed.
 """
 
 from __future__ import annotations
@@ -64,19 +65,19 @@ def judge(path: Path) -> tuple[str, list[Verdict]]:
     hidden, topk, model = ASSUMED.get((experts, width), (4096, 8, "hidden 4096, topk 8"))
     card = known_device(found[3])
     assert card is not None, path
-    quantized = "fp8" in path.stem
-    problem = MoEProblem(experts, width, hidden, topk, experts)
+    block_shape = (128, 128) if "block_shape" in path.stem else None
+    stored = Quantization("fp8_w8a8" if "fp8" in path.stem else "bf16", block_shape)
+    problem = MoEProblem(experts, width, hidden, topk, experts, stored.dtype, block_shape=block_shape)
     down_path = path.with_name(path.stem + "_down.json")
     rows = _rows(path)
     down_rows = _rows(down_path) if down_path.exists() else rows
-    block = "block_shape" in path.stem
+    longest = 128 if block_shape else 256
     verdicts = []
     for m, tile in rows.items():
         down = down_rows.get(m, tile).with_block_m(tile.BLOCK_SIZE_M)
-        space = [t for t in every_tile() if t.GROUP_SIZE_M == 1 and t.BLOCK_SIZE_K <= (128 if block else 256)]
+        space = [t for t in every_tile() if t.GROUP_SIZE_M == 1 and t.BLOCK_SIZE_K <= longest]
         tiles = [replace(tile, GROUP_SIZE_M=1), replace(down, GROUP_SIZE_M=1, USE_TMA=False), *space]
-        stored = Quantization("fp8_w8a8" if quantized else "bf16")
-        facts = [(None if quantized else recorded_facts(t, card.arch)) or guess_facts(t, stored) for t in tiles]
+        facts = [recorded_facts(t, card.arch, stored) or guess_facts(t, stored) for t in tiles]
         fits = [blocks_per_sm(t, card, f)[0] > 0 and f.shared_bytes <= card.shared_memory_per_block
                 for t, f in zip(tiles, facts, strict=True)]  # fmt: skip
         if not (fits[0] and fits[1]):
@@ -86,13 +87,11 @@ def judge(path: Path) -> tuple[str, list[Verdict]]:
         times: list[npt.NDArray[np.float64]] = []
         for gemm in Gemm:
             load = gemm_load(problem, gemm, m, UNIFORM, arrays.block_m)
-            if quantized:
-                load = replace(load, weight_bytes=1.0, activation_bytes=1.0)
             times.append(terms(load, arrays, card, card_class(card.arch).constants).us)
         theirs, every = float(times[0][0] + times[1][1]), (times[0] + times[1])[2:]
         best = float(every.min())
         verdicts.append(Verdict(m, theirs / best, float((every < theirs).mean()), float(np.median(every)) / best))
-    kind = ("fp8 block" if block else "fp8") if quantized else "bf16"
+    kind = "bf16" if not stored.quantized else "fp8 block" if stored.block_shape else "fp8"
     return f"{found[1]} | {found[2]} | {card.name.removeprefix('NVIDIA ')} | {kind} | {model}", verdicts
 
 

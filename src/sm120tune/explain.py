@@ -111,7 +111,7 @@ def explain(
     arrays = tile_arrays([tile], [facts], device)
     load = gemm_load(problem, gemm, m, routing, arrays.block_m)
     found = terms(load, arrays, device, fitted_class(device).constants)
-    recorded = not problem.quantization.quantized and recorded_facts(tile, device.arch) is not None
+    recorded = recorded_facts(tile, device.arch, problem.quantization) is not None
     estimate = estimate_gemm(problem, gemm, tile, m, device, facts, routing)
     row_blocks = float(np.max(load.row_blocks))
     blocks = row_blocks * math.ceil(float(np.max(load.n)) / tile.BLOCK_SIZE_N)

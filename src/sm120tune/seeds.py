@@ -76,7 +76,7 @@ def model_leaders(job: Job, m: int, count: int = _MODEL_SEEDS) -> list[TilePair]
     for size in job.values["BLOCK_SIZE_M"]:
         ranked: dict[Gemm, list[tuple[float, Tile]]] = {}
         for gemm in Gemm:
-            group = likely_group(job.problem, gemm, m, size, job.routing)
+            group = likely_group(job.problem, gemm, m, size, job.device, job.routing)
             of_size = [
                 (float(us), tile)
                 for us, tile in zip(times[gemm], tiles, strict=True)

@@ -22,6 +22,7 @@ class Card:
     shared_memory_per_sm: int = 102400
     registers_per_sm: int = 65536
     max_warps_per_sm: int = 48
+    l2_bytes: int = 128 * 2**20
     bandwidth: float = 1.792e12
     bf16_flops: float = 467.8e12
 
@@ -161,10 +162,29 @@ def test_hopper_has_constants_of_its_own() -> None:
 
 
 def test_group_goes_with_the_rows_an_expert_has() -> None:
-    assert likely_group(QWEN, Gemm.DOWN, 64, 16, BALANCED) == 1
-    assert likely_group(QWEN, Gemm.DOWN, 16384, 128, BALANCED) == 16
-    assert likely_group(QWEN, Gemm.GATE_UP, 16384, 128, BALANCED) == 1
-    assert likely_group(QWEN, Gemm.GATE_UP, 16384, 64, BALANCED) == 16
+    assert likely_group(QWEN, Gemm.DOWN, 64, 16, CARD, BALANCED) == 1
+    assert likely_group(QWEN, Gemm.DOWN, 16384, 128, CARD, BALANCED) == 16
+    assert likely_group(QWEN, Gemm.GATE_UP, 16384, 128, CARD, BALANCED) == 1
+    assert likely_group(QWEN, Gemm.GATE_UP, 16384, 64, CARD, BALANCED) == 16
+
+
+def test_experts_that_fill_the_l2_are_grouped_from_the_second_block_on() -> None:
+    few_wide = MoEProblem(experts=8, intermediate=14336, hidden=4096, topk=2, router_experts=8)
+    assert likely_group(few_wide, Gemm.GATE_UP, 512, 64, CARD, BALANCED) == 16
+    assert likely_group(few_wide, Gemm.GATE_UP, 512, 128, CARD, BALANCED) == 1
+    assert likely_group(few_wide, Gemm.GATE_UP, 512, 64, replace(CARD, l2_bytes=2**30), BALANCED) == 1
+
+
+def test_block_scales_cost_fp8_tiles_a_part_of_every_step() -> None:
+    by_block, by_tensor = (replace(QWEN, dtype="fp8_w8a8", block_shape=shape) for shape in ((128, 128), None))
+    facts = StoredFacts(shared_bytes=49152, registers=128, spill_bytes=0)
+
+    def us(problem: MoEProblem, block_k: int) -> float:
+        tile = Tile(64, 128, block_k, 8)
+        return estimate_gemm(problem, Gemm.GATE_UP, tile, 16384, CARD, facts, BALANCED).us
+
+    assert us(by_block, 128) > us(by_tensor, 128)
+    assert us(by_block, 64) - us(by_tensor, 64) > 1.5 * (us(by_block, 128) - us(by_tensor, 128))
 
 
 @pytest.mark.filterwarnings("error")
@@ -177,7 +197,7 @@ def test_a_rank_without_any_row_only_writes_zeros(arch: int) -> None:
         estimate = estimate_gemm(rank, gemm, DEFAULT_SMALL, empty, card, None, UNIFORM)
         busy = estimate_gemm(rank, gemm, DEFAULT_SMALL, 4096, card, None, UNIFORM)
         assert 0 < estimate.us < busy.us
-        assert likely_group(rank, gemm, empty, 16, UNIFORM) == 1
+        assert likely_group(rank, gemm, empty, 16, card, UNIFORM) == 1
 
 
 def test_bad_m_is_a_user_error() -> None:
@@ -186,4 +206,4 @@ def test_bad_m_is_a_user_error() -> None:
 
 
 def test_version_names_the_model() -> None:
-    assert model_version().startswith("cost-1.")
+    assert model_version().startswith("cost-2.")

@@ -45,12 +45,18 @@ class Constants:
     """Reads of operands from shared memory, GB/s an SM."""
     l2_gb_s: float
     """Loads through the L2, GB/s an SM, all SMs loading."""
+    short_row_l2: float
+    """Extra time of those loads where a tile's rows are 64 bytes, as a share."""
     load_us: float
     """Latency of a K step's loads, µs, apart from their size."""
     load_us_per_16k: float
     """What 16 KiB of a K step add to it, µs."""
     serial_share: float
     """Of a K step's tensor time, what one block cannot overlap with its own loads."""
+    scale_us: float
+    """Latency that loading block scales adds to a K step, in every stage, µs; only where products are block-scaled."""
+    rescale_g_s: float
+    """Products that an SM multiplies by their block scales and adds, 1e9 a second."""
     block_us: float
     """Start of a block (row ids, first addresses) and its end, µs."""
     store_us: float

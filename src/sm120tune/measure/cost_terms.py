@@ -65,6 +65,8 @@ class Load:
     """Of one element of B."""
     activation_bytes: Numbers
     """Of one element of A; C has 16-bit elements whatever the operands are."""
+    block_scaled: Numbers = 0.0
+    """1 where each K step's products are multiplied by the scales of their blocks before they are added, else 0."""
     cold: Numbers = 1.0
     """Share of the weights that DRAM has to deliver; less than 1 where repeated calls find some in the L2."""
 
@@ -122,7 +124,9 @@ def terms(load: Load, tile: TileArrays, card: Device, c: Constants) -> Terms:
     # Rows of padding are masked out, not loaded.
     used_rows = np.minimum(tile.block_m, load.rows / np.maximum(1, load.row_blocks))
     loaded = used_rows * row_of_a + tile.block_n * row_of_b
-    l2_us = loaded / (c.l2_gb_s * 1e3)
+    rows_of_a = used_rows * row_of_a * (1 + c.short_row_l2 * _shortness(row_of_a))
+    rows_of_b = tile.block_n * row_of_b * (1 + c.short_row_l2 * _shortness(row_of_b))
+    l2_us = (rows_of_a + rows_of_b) / (c.l2_gb_s * 1e3)
 
     blocks = load.row_blocks * np.ceil(load.n / tile.block_n)
     steps = np.ceil(load.k / tile.block_k)
@@ -132,10 +136,13 @@ def terms(load: Load, tile: TileArrays, card: Device, c: Constants) -> Terms:
     serial_us = tensor_us * c.serial_share * _TENSOR_CORES / np.minimum(_TENSOR_CORES, tile.warps)
     load_us = (c.load_us + c.load_us_per_16k * loaded / 16384) / np.maximum(1, tile.stages - 1)
     store_us = c.store_us * tile.block_m * tile.block_n / (_THREADS_PER_WARP * tile.warps)
+    # Block scales: loaded in the step that needs them, whatever num_stages, and multiplied into all of its products.
+    scale_us = load.block_scaled * c.scale_us
+    rescale_us = load.block_scaled * tile.block_m * tile.block_n / (c.rescale_g_s * 1e3)
     waves = np.ceil(blocks / (card.sm_count * tile.occupancy))
-    latency = waves * (c.block_us + store_us + steps * (load_us + serial_us))
+    latency = waves * (c.block_us + store_us + steps * (load_us + serial_us + scale_us))
 
-    loss = c.short_row_loss * (_SHORT_ROW / row_of_b) ** _SHORT_ROW_POWER
+    loss = c.short_row_loss * _shortness(row_of_b)
     loss = loss * (load.k * load.weight_bytes / _MATRIX_ROW) ** c.short_row_growth
     weights = load.touched * load.n * load.k * load.weight_bytes * load.cold * (1 + loss)
     traffic = weights + load.rows_of_a * load.k * load.activation_bytes + load.rows_of_c * load.n * _C_BYTES
@@ -143,7 +150,7 @@ def terms(load: Load, tile: TileArrays, card: Device, c: Constants) -> Terms:
 
     spilled = np.maximum(0, tile.spill_bytes - _STACK_OUTSIDE_LOOP)
     spilling = 1 + (spilled / c.spill_bytes_that_double) ** _SPILL_POWER
-    throughput = smooth_max(c.step_overlap, busiest * tensor_us, busiest * shared_us, busiest * l2_us)
+    throughput = busiest * smooth_max(c.step_overlap, tensor_us, shared_us, l2_us, rescale_us)
     return Terms(
         bandwidth=np.asarray(bandwidth),
         compute=busiest * tensor_us,
@@ -174,6 +181,10 @@ def features(load: Load, tile: TileArrays, found: Terms) -> Array:
         np.where(tile.block_m >= _WGMMA_ROWS, 1.0, 0.0),
     )
     return np.stack([np.broadcast_to(column, us.shape) for column in found_columns], axis=-1)
+
+
+def _shortness(row_bytes: Numbers) -> Numbers:
+    return (_SHORT_ROW / row_bytes) ** _SHORT_ROW_POWER
 
 
 def smooth_max(power: float, *values: Numbers) -> Array:

@@ -19,7 +19,11 @@ from sm120tune.measure.memory import expert_bytes
 from sm120tune.measure.occupancy import Device, TileFacts, blocks_per_sm, guess_facts, recorded_facts
 from sm120tune.measure.routing import Routing, tokens_per_expert
 from sm120tune.problem import Gemm, MoEProblem
+from sm120tune.quantization import Granularity
 from sm120tune.tiles import Tile
+
+_HELD_SHARE = 0.5
+"""Of the L2, what one expert's weights may fill and still be there for its next block of rows."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +80,19 @@ def estimate_tiles(
     return us
 
 
-def likely_group(problem: MoEProblem, gemm: Gemm, m: int, block_size_m: int, routing: Routing) -> int:
+def likely_group(problem: MoEProblem, gemm: Gemm, m: int, block_size_m: int, device: Device, routing: Routing) -> int:
     """Return the GROUP_SIZE_M to try first, 1 or 16; the formula does not tell values apart.
 
-    Blocks that follow each other share an expert's columns when an expert has several blocks of rows. On both
-    recorded H200 tables 16 is then as good as 1 or up to 3 % better for down, and for gate_up from about six blocks an
-    expert on; elsewhere 1 is the best or within 1 % of it, larger values are slower. Read off these tables, not fitted.
+    Blocks that follow each other share an expert's columns when an expert has several blocks of rows. On the recorded
+    H200 tables 16 is then as good as 1 or up to 9 % better for down, and for gate_up from about six blocks an expert
+    on; elsewhere 1 is the best or within 1 % of it, larger values are slower. Without groups an expert that fills the
+    L2 is read again from memory for every block of rows: there 16 saves gate_up up to 27 % from the second block on.
+    Read off these tables, not fitted; one of them has such experts.
     """
     load = gemm_load(problem, gemm, m, routing, np.array([float(block_size_m)]))
     blocks_an_expert = float(np.max(load.row_blocks)) / max(1.0, float(np.max(load.touched)))
-    return 16 if blocks_an_expert > (1 if gemm is Gemm.DOWN else 6) else 1
+    read_again = expert_bytes(problem, gemm) > _HELD_SHARE * device.l2_bytes
+    return 16 if blocks_an_expert > (1 if gemm is Gemm.DOWN or read_again else 6) else 1
 
 
 def facts_without_compiling(
@@ -93,8 +100,7 @@ def facts_without_compiling(
 ) -> TileFacts:
     """Return what the compiler said of this tile for another problem, or a guess where it is not recorded."""
     stored = problem.quantization
-    recorded = None if stored.quantized else recorded_facts(tile, device.arch)
-    return recorded or guess_facts(tile, stored, triton_version)
+    return recorded_facts(tile, device.arch, stored) or guess_facts(tile, stored, triton_version)
 
 
 def gemm_load(problem: MoEProblem, gemm: Gemm, m: int, routing: Routing, block_m: npt.NDArray[np.float64]) -> Load:
@@ -114,6 +120,7 @@ def gemm_load(problem: MoEProblem, gemm: Gemm, m: int, routing: Routing, block_m
         # Scales come with the weights that they belong to.
         weight_bytes=expert_bytes(problem, gemm) / (shape.n * shape.k),
         activation_bytes=float(problem.quantization.operand_bytes),
+        block_scaled=float(problem.quantization.granularity is Granularity.BLOCK),
     )
 
 

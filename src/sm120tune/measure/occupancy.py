@@ -53,6 +53,10 @@ class Device(Protocol):
         """Resident warps."""
 
     @property
+    def l2_bytes(self) -> int:
+        """Bytes of the L2."""
+
+    @property
     def bandwidth(self) -> float:
         """Bytes/s of device memory."""
 
@@ -86,14 +90,23 @@ class StoredFacts:
     spill_bytes: int
 
 
-def recorded_facts(tile: Tile, arch: int) -> StoredFacts | None:
-    """Return what the compiler said of a bf16 tile on this architecture for another problem, or None.
+def recorded_facts(tile: Tile, arch: int, stored: Quantization) -> StoredFacts | None:
+    """Return what the compiler said of a tile on this architecture for another problem so stored, or None.
 
     The facts depend on tile, architecture, Triton and kernel source alone (bench/record_facts.py); the record is of
-    one Triton per architecture. Capability 12.1 is taken as 12.0, whose limits and instructions it shares.
+    one Triton per architecture, of bf16 and of block-wise fp8. Capability 12.1 is taken as 12.0, whose limits and
+    instructions it shares.
     """
-    found = _record(120 if arch // 10 == 12 else arch).get(binary_key(tile))
+    found = _record(record_name(120 if arch // 10 == 12 else arch, stored)).get(binary_key(tile))
     return None if found is None else StoredFacts(*found)
+
+
+def record_name(arch: int, stored: Quantization) -> str:
+    """Return the name of an architecture's record; layers that are stored alike share it."""
+    if not stored.quantized:
+        return str(arch)
+    # The length of a block is how often scales are loaded, an integer argument of the launch.
+    return f"{arch} {stored.dtype} {stored.granularity}"
 
 
 def binary_key(tile: Tile) -> str:
@@ -102,9 +115,9 @@ def binary_key(tile: Tile) -> str:
 
 
 @functools.cache
-def _record(arch: int) -> Mapping[str, tuple[int, int, int]]:
+def _record(name: str) -> Mapping[str, tuple[int, int, int]]:
     text = importlib.resources.files("sm120tune").joinpath("data/tile_facts.json").read_text(encoding="utf-8")
-    tiles: Mapping[str, tuple[int, int, int]] = json.loads(text).get(str(arch), {}).get("tiles", {})
+    tiles: Mapping[str, tuple[int, int, int]] = json.loads(text).get(name, {}).get("tiles", {})
     return tiles
 
 
