@@ -149,14 +149,7 @@ def _leader_errors(table: Recorded, predicted: list[Array]) -> Errors:
 def field_quality(field: Field, card: DeviceSpec, tables: Sequence[Recorded]) -> FieldQuality:
     """Predict models of the field table from the others, and its tuned rows from all default ones."""
     carried = fit_tables(tables)
-    arrays = field_tiles(field.default_tiles(), card)
-    models = sorted(set(field.model.tolist()))
-    predicted = np.zeros(len(field.us))
-    folds = -(-len(models) // HELD_OUT)
-    for fold in range(folds):
-        held_out = np.isin(field.model, models[fold::folds])
-        c = fit_field(field[~held_out], card, carried)
-        predicted[held_out] = field.call_us((arrays, arrays), card, c)[held_out]
+    predicted = field_predictions(field, card, carried)
     error = np.abs(predicted / field.us - 1)
     usable = (field.m >= FIELD_LEAST_M) & ~field.tuned.astype(bool)
     summary = {}
@@ -173,6 +166,19 @@ def field_quality(field: Field, card: DeviceSpec, tables: Sequence[Recorded]) ->
     at = usable & (field.ep == 1)
     errors = list(zip(field.m[at].astype(int).tolist(), error[at].tolist(), strict=True))
     return FieldQuality(summary, errors)
+
+
+def field_predictions(field: Field, card: DeviceSpec, carried: Constants) -> Array:
+    """Return the time of every row with default tiles, by a fit that did not see its model."""
+    arrays = field_tiles(field.default_tiles(), card)
+    models = sorted(set(field.model.tolist()))
+    predicted = np.zeros(len(field.us))
+    folds = -(-len(models) // HELD_OUT)
+    for fold in range(folds):
+        held_out = np.isin(field.model, models[fold::folds])
+        c = fit_field(field[~held_out], card, carried)
+        predicted[held_out] = field.call_us((arrays, arrays), card, c)[held_out]
+    return predicted
 
 
 def tuned_call_us(tuned: Field, card: DeviceSpec, c: Constants) -> Array:
