@@ -74,7 +74,7 @@ def test_the_default_layer_in_one_file_and_one_screen(command: InProcess, card: 
         "failures: none"
     )
     assert [line.split()[0] for line in lines[2:6]] == ["1", "64", "4096", "all"]
-    assert any(line.startswith("refitted (") and "l2_gb_s 40.4 > " in line for line in lines)
+    assert any(line.startswith("refitted (") and f"l2_gb_s {CLASS.constants.l2_gb_s:.4g} > " in line for line in lines)
     assert any(line.startswith("left as in sm120: ") for line in lines)
     assert f"wrote {FILE}" in lines
     assert len(lines) < 24
@@ -329,7 +329,9 @@ def test_a_recorded_card_that_nothing_is_known_of(
         assert every[after]["median"] < share * every["before"]["median"]
         assert every[after]["p90"] < share * every["before"]["p90"]
         assert every[after]["rank_correlation"] > every["before"]["rank_correlation"]
-    assert every["unseen_tiles"]["median"] < (0.14 if "fp8" in table.stem else 0.09)
+    # A start that is wrong by factors of two is not wholly made good.
+    limit = 0.14 if "fp8" in table.stem else 0.09 if start is None else 0.13
+    assert every["unseen_tiles"]["median"] < limit
     times = read(command.line.folder / "calibration-NVIDIA_H200.json")["times"]
     assert {one["m"] for one in times} == {1, 64, 4096, 16384}
     # Nothing was run, so nothing was checked, and what was timed once is a lower bound.
