@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,3 +39,11 @@ def sglang_0_5_23() -> Path:
 def sglang_0_5_15() -> Path:
     """SGLang's release with lookup and kernels in ``moe_runner/triton_utils``."""
     return sglang_tree("0.5.15")
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let SIGINT interrupt: a shell starts what runs in its background with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
