@@ -11,6 +11,14 @@ from wheels import CACHE, Trees, sglang_tree
 
 
 @pytest.fixture(scope="session", autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Let SIGINT interrupt, child processes too: a script starts what runs in its background with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep the product's and Triton's caches of a test run, and of its child processes, out of the user's."""
     folder = tmp_path_factory.mktemp("cache")
@@ -39,11 +47,3 @@ def sglang_0_5_23() -> Path:
 def sglang_0_5_15() -> Path:
     """SGLang's release with lookup and kernels in ``moe_runner/triton_utils``."""
     return sglang_tree("0.5.15")
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Let SIGINT interrupt: a shell starts what runs in its background with it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

@@ -14,10 +14,11 @@ def started_without_interrupts() -> Iterator[None]:
 
     They inherit this thread's signal mask; a handler set by the process itself would come seconds too late.
     """
-    # Started later, on demand, it would unblock SIGINT in passing.
-    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        # It unblocks SIGINT in passing: started later, on demand, it would do so unseen.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

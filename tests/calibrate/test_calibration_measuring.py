@@ -100,7 +100,6 @@ def test_more_tiles_are_added_to_those_of_an_earlier_run(job: Job, tmp_path: Pat
     assert {request.tile for request in lane.gemms} == {TILES[2].tile}
 
 
-@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupted_run_goes_on(job: Job, tmp_path: Path) -> None:
     def interrupt(request: object) -> Failure | None:
         if isinstance(request, GemmRequest) and request.tile == TILES[1].tile and request.m == 64:

@@ -115,7 +115,6 @@ def test_json_has_before_and_after_and_a_second_run_resumes(command: InProcess, 
     assert len(card.lanes[2].gemms) == 180
 
 
-@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupted_run_writes_nothing_and_goes_on(command: InProcess, card: MadeUp) -> None:
     done_checks: list[object] = []
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 import click
 
@@ -61,9 +62,9 @@ def run(argv: Sequence[str]) -> int:
     args = list(argv)
     if args and args[0].startswith("-") and args[0] not in _OWN_OPTIONS:
         args.insert(0, _IMPLICIT)
+    _end_on_signals()
     if args[:1] == [_IMPLICIT] and not {"--help", "-h"} & set(args):
         ask_early()
-    signal.signal(signal.SIGTERM, _terminate)
     try:
         code = commands.main(args=args, prog_name="sm120tune", standalone_mode=False, obj=began)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -79,10 +80,20 @@ def run(argv: Sequence[str]) -> int:
     return int(code or 0)
 
 
-def _terminate(_signal: int, _frame: object) -> None:
+def _end_on_signals() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A script's background: Ctrl-C is not meant for this process, but SIGTERM needs the handlers of Ctrl-C.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(_signal: int, frame: FrameType | None) -> None:
     # As Ctrl-C: while asyncio runs it cancels in an orderly way. An exception from here could hit its own code in any
     # line, where a lost wake-up would make the end wait for ever.
-    signal.raise_signal(signal.SIGINT)
+    interrupt = signal.getsignal(signal.SIGINT)
+    assert callable(interrupt)
+    interrupt(signal.SIGINT, frame)
 
 
 def _fail(message: str) -> int:
