@@ -20,8 +20,9 @@ from sm120tune.check.resources import Resources
 from sm120tune.check.rules import rules_of
 from sm120tune.check.server import Server, check_server
 from sm120tune.check.view import ServerView
+from sm120tune.cli.layer import LayerNumbers, experts_and_inter
 from sm120tune.cli.model import given_model, model_lines, model_options
-from sm120tune.cli.options import given, given_or, layer_options, scale_options, scale_shape, sglang_if_there
+from sm120tune.cli.options import given_or, layer_options, scale_options, sglang_if_there
 from sm120tune.devices import DeviceSpec, find_device, known_devices
 from sm120tune.errors import UserError
 from sm120tune.models import MoEModel
@@ -30,48 +31,15 @@ from sm120tune.quantization import DTYPES, UNQUANTIZED
 from sm120tune.resolve import CardRequest, resolve_card
 from sm120tune.upstream import SGLangTree, find_sglang
 
-_NUMBERS = (
-    "model",
-    "experts",
-    "inter",
-    "hidden",
-    "topk",
-    "tp",
-    "ep",
-    "dtype",
-    "shared_experts",
-    "block_shape",
-    "per_channel",
-    "group_size",
-    "zero_points",
-    "no_gate",
-)
-
-
 _NAMED_DTYPES = (*UNQUANTIZED, *QUANTIZED)
 """Every dtype that a file name may stand for."""
 
 
-@dataclass(frozen=True)
-class CheckOptions:
-    """The options of the command, as click parsed them."""
-
+@dataclass(frozen=True, kw_only=True)
+class _Options(LayerNumbers):
     paths: tuple[Path, ...]
     model: str | None
     force: bool
-    experts: int | None
-    tp: int | None
-    ep: int | None
-    inter: int | None
-    hidden: int | None
-    topk: int | None
-    dtype: str | None
-    shared_experts: int | None
-    block_shape: str | None
-    per_channel: bool
-    group_size: int | None
-    zero_points: bool
-    no_gate: bool
     device: str | None
     all_cards: bool
     sglang: Path | None
@@ -100,14 +68,14 @@ class CheckOptions:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def check_command(**options: Any) -> int:
     """Check config files, SGLang's shipped tree, or what a server of one layer would run, without a GPU."""
-    return _check(CheckOptions(**options))
+    return _check(_Options(**options))
 
 
-def _check(options: CheckOptions) -> int:
+def _check(options: _Options) -> int:
     for name, value in (("--max-tokens", options.max_tokens), ("--workers", options.workers)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
-    numbers = [f"--{name.replace('_', '-')}" for name in _NUMBERS if given(getattr(options, name))]
+    numbers = [*(["--model"] if options.model is not None else []), *options.numbers]
     if numbers and options.paths:
         raise UserError(f"{numbers[0]} and {options.paths[0]}: give either a layer's numbers or files, not both")
     if options.all_cards and (numbers or options.device is not None):
@@ -131,7 +99,7 @@ def _tell(line: str) -> None:
 
 
 def _report(
-    options: CheckOptions, model: MoEModel | None, tree: SGLangTree | None, resources: Resources, *, numbers: bool
+    options: _Options, model: MoEModel | None, tree: SGLangTree | None, resources: Resources, *, numbers: bool
 ) -> Report:
     rules = rules_of(tree)
     device = find_device(options.device) if options.device is not None else None
@@ -155,7 +123,7 @@ def _report(
     return check_files(sources, context)
 
 
-def _server(options: CheckOptions, model: MoEModel | None, tree: SGLangTree) -> Server:
+def _server(options: _Options, model: MoEModel | None, tree: SGLangTree) -> Server:
     import triton
 
     problem = _problem(options, model)
@@ -168,37 +136,23 @@ def _server(options: CheckOptions, model: MoEModel | None, tree: SGLangTree) -> 
     return Server(problem, card, tree, Path(folder) if folder else None, triton.__version__)
 
 
-def _problem(options: CheckOptions, model: MoEModel | None) -> MoEProblem:
+def _problem(options: _Options, model: MoEModel | None) -> MoEProblem:
     if model is not None:
         problem = model.problem(tp=given_or(options.tp, 1), ep=given_or(options.ep, 1))
         for line in model_lines(model):
             _tell(line)
         return problem
-    if options.experts is None or options.inter is None:
-        missing = "--experts" if options.experts is None else "--inter"
-        raise UserError(f"missing {missing}; for example: --experts 256 --tp 8 --inter 2048, or --model GLM-5 --tp 8")
+    experts, inter = experts_and_inter(options.experts, options.inter)
     dtype = options.dtype or "bf16"
     if dtype not in _NAMED_DTYPES:
         raise UserError(f"--dtype {dtype} is unknown; choose one of {', '.join(_NAMED_DTYPES)}")
-    shape = scale_shape(options.block_shape, options.group_size)
-    scales = shape is not None or options.per_channel or options.zero_points
+    scales = options.shape is not None or options.per_channel or options.zero_points
     if dtype not in DTYPES and scales:
         raise UserError(f"--dtype {dtype} is not quantized; drop --block-shape, --group-size and the like")
     # A name says no group: without one SGLang's rules and the formula are all there is for int4.
     known = dtype in DTYPES and (dtype != "int4_w4a16" or scales)
-    problem = MoEProblem.from_parallelism(
-        experts=options.experts,
-        tp=given_or(options.tp, 1),
-        ep=given_or(options.ep, 1),
-        inter=options.inter,
-        hidden=given_or(options.hidden, ASSUMED_HIDDEN),
-        topk=given_or(options.topk, ASSUMED_TOPK),
-        shared_experts=given_or(options.shared_experts, 0),
-        dtype=dtype if known else "bf16",
-        block_shape=shape,
-        per_channel_quant=options.per_channel,
-        zero_points=options.zero_points,
-        gated=not options.no_gate,
+    problem = options.problem(
+        experts=experts, inter=inter, hidden=ASSUMED_HIDDEN, topk=ASSUMED_TOPK, dtype=dtype if known else "bf16"
     )
     return problem if known else replace(problem, dtype=dtype)
 

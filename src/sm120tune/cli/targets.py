@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from sm120tune.cli.layer import experts_and_inter
 from sm120tune.cli.model import check_force, check_no_numbers, check_served_here, model_lines, require_tunable
 from sm120tune.cli.options import integers, scale_shape
 from sm120tune.errors import UserError
@@ -56,17 +57,13 @@ class LayerOptions:
             check_served_here(model, force=self.force)
             require_tunable(model)
             return [Target(model.problem(tp=tp, ep=self.ep), tuple(model_lines(model))) for tp in self.tp]
-        if self.experts is None or self.inter is None:
-            missing = "--experts" if self.experts is None else "--inter"
-            raise UserError(
-                f"missing {missing}; for example: --experts 256 --tp 8 --inter 2048, or --model GLM-5 --tp 8"
-            )
+        experts, inter = experts_and_inter(self.experts, self.inter)
         problems = [
             MoEProblem.from_parallelism(
-                experts=self.experts,
+                experts=experts,
                 tp=tp,
                 ep=self.ep,
-                inter=self.inter,
+                inter=inter,
                 hidden=self.hidden if self.hidden is not None else DEFAULT_HIDDEN,
                 topk=self.topk if self.topk is not None else DEFAULT_TOPK,
                 dtype=self.dtype,

@@ -13,15 +13,14 @@ from typing import Any
 import click
 from rich.table import Table
 
+from sm120tune.cli.layer import LayerNumbers, experts_and_inter
 from sm120tune.cli.model import check_force, check_no_numbers, model_options
 from sm120tune.cli.options import (
     batch_sizes,
-    given,
     given_or,
     layer_options,
     place_options,
     scale_options,
-    scale_shape,
 )
 from sm120tune.cli.report import ratio_cells, result_console
 from sm120tune.cli.targets import LayerOptions
@@ -38,31 +37,12 @@ from sm120tune.search.ladder import gaps
 from sm120tune.verify import Judged, Verdict, VerifyOptions, verify_pair
 from sm120tune.verify.installed import Wanted, installed_pair
 
-_LAYER = (
-    "model", "experts", "tp", "ep", "inter", "hidden", "topk", "dtype", "shared_experts", "block_shape", "per_channel",
-    "group_size", "zero_points", "no_gate",
-)  # fmt: skip
-"""Options that say which layer's installed pair is meant."""
 
-
-@dataclass(frozen=True)
-class _Options:
+@dataclass(frozen=True, kw_only=True)
+class _Options(LayerNumbers):
     files: tuple[Path, ...]
     model: str | None
     force: bool
-    experts: int | None
-    tp: int | None
-    ep: int | None
-    inter: int | None
-    hidden: int | None
-    topk: int | None
-    dtype: str | None
-    shared_experts: int | None
-    block_shape: str | None
-    per_channel: bool
-    group_size: int | None
-    zero_points: bool
-    no_gate: bool
     sglang: Path | None
     config_dir: Path | None
     batch_sizes: tuple[int, ...]
@@ -75,7 +55,7 @@ class _Options:
     @property
     def layer(self) -> list[str]:
         """What was given of a layer, as options."""
-        return [f"--{name.replace('_', '-')}" for name in _LAYER if given(getattr(self, name))]
+        return [*(["--model"] if self.model is not None else []), *self.numbers]
 
 
 @click.command("verify", context_settings={"show_default": True})
@@ -144,34 +124,20 @@ def _served_folder() -> Path | None:
 
 
 def _wanted(options: _Options) -> Wanted:
-    tp = (given_or(options.tp, 1),)
     if options.model is not None:
         check_no_numbers("--model")
-        (target,) = LayerOptions(options.model, options.force, tp=tp, ep=given_or(options.ep, 1)).targets()
+        tp, ep = given_or(options.tp, 1), given_or(options.ep, 1)
+        (target,) = LayerOptions(options.model, options.force, tp=(tp,), ep=ep).targets()
         for note in target.notes:
             _tell(note)
         return Wanted(target.problem)
-    shape = scale_shape(options.block_shape, options.group_size)
-    layer = LayerOptions(
-        experts=options.experts,
-        tp=tp,
-        ep=given_or(options.ep, 1),
-        inter=options.inter,
-        # Any that is allowed stands for one that was not given.
-        hidden=given_or(options.hidden, shape[1] if shape is not None else 1),
-        topk=given_or(options.topk, 1),
-        dtype=options.dtype or "bf16",
-        block_shape=options.block_shape,
-        per_channel=options.per_channel,
-        group_size=options.group_size,
-        zero_points=options.zero_points,
-        no_gate=options.no_gate,
-        shared_experts=given_or(options.shared_experts, 0),
-    )
-    (target,) = layer.targets()
+    experts, inter = experts_and_inter(options.experts, options.inter)
+    # Any that is allowed stands for one that was not given.
+    hidden = options.shape[1] if options.shape is not None else 1
+    problem = options.problem(experts=experts, inter=inter, hidden=hidden, topk=1, dtype=options.dtype or "bf16")
     unsaid = {name for name in ("hidden", "topk", "dtype") if getattr(options, name) is None}
     # The name of a file does not say these, and neither need who asks for the file.
-    return Wanted(target.problem, frozenset(unsaid | {"router_experts", "shared_experts"}))
+    return Wanted(problem, frozenset(unsaid | {"router_experts", "shared_experts"}))
 
 
 def _plan(pair: ConfigPair, layer: MoEProblem, options: _Options, gpus: tuple[LocalGPU, ...]) -> VerifyOptions:
