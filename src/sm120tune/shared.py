@@ -71,11 +71,11 @@ class SharedChoice:
         if today is not None and await why_not_runnable(job, pool, m, today, lane=lane) is not None:
             today = None
         view = self._views[index][m] = _View(today)
-        entering = [
-            pair
-            for pair in self._candidates[m]
-            if pair != today and await why_not_runnable(job, pool, m, pair, spills=spills, lane=lane) is None
-        ]
+        others = [pair for pair in self._candidates[m] if pair != today]
+        why_not = await asyncio.gather(
+            *(why_not_runnable(job, pool, m, pair, spills=spills, lane=lane) for pair in others)
+        )
+        entering = [pair for pair, why in zip(others, why_not, strict=True) if why is None]
         raced = await race_beside(lane, m, today, entering)
         view.samples = raced.samples
         self.failures += raced.failures
