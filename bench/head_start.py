@@ -54,7 +54,7 @@ def cold_run(job: Job, trials: int, workers: int | None, *, model: bool) -> tupl
             stack.enter_context(mock.patch.object(seeds_module, "model_leaders", return_value=[]))
         begin = time.monotonic()
         options = RunOptions(Path(folder) / "none", fresh=True, began=begin, workers=workers)
-        with open_pool(job, options) as pool:
+        with open_pool(job, options.workers) as pool:
             result = run_job(job, options, pool, Silent())
         return result, time.monotonic() - begin
 

@@ -65,7 +65,7 @@ def tune(job: Job, options: RunOptions, observer: Observer) -> Outcome:
     begin = time.monotonic() if options.began is None else options.began
     if not options.replace:
         job = replace(job, existing=rows_to_merge((job,), options.output))
-    with open_pool(job, options) as pool:
+    with open_pool(job, options.workers) as pool:
         result = run_job(job, options, pool, observer)
     return write((job,), result, options, begin)
 
@@ -110,9 +110,9 @@ def _first(group: BaseExceptionGroup[UserError]) -> UserError:
 
 
 @contextmanager
-def open_pool(job: Job, options: RunOptions) -> Iterator[VariantPool]:
-    """Yield what compiles: processes, or a recorded table."""
-    workers = options.workers or max(1, (os.cpu_count() or 1) - len(job.gpus))
+def open_pool(job: Job, workers: int | None) -> Iterator[VariantPool]:
+    """Yield what compiles: that many processes (None leaves a core to each GPU's), or a recorded table."""
+    workers = workers or max(1, (os.cpu_count() or 1) - len(job.gpus))
     pool: VariantPool = CompilePool(_cache(), workers) if job.table is None else ReplayPool(job.table)
     try:
         yield pool

@@ -32,7 +32,7 @@ def tune_shared(jobs: Sequence[Job], options: RunOptions, observer: Observer) ->
     begin = time.monotonic() if options.began is None else options.began
     existing = {} if options.replace else rows_to_merge(jobs, options.output)
     jobs = [replace(job, existing=existing) for job in jobs]
-    with open_pool(jobs[0], options) as pool:
+    with open_pool(jobs[0], options.workers) as pool:
         results = []
         for number, job in enumerate(jobs, 1):
             observer.event(f"layer {number} of {len(jobs)} that share the file: {job.problem}")

@@ -13,6 +13,7 @@ from command_line import CARD, CommandLine, InProcess
 from made_pairs import Maker, rows
 from synthetic import SMALL, StubPool, SyntheticLane
 
+from sm120tune import tune
 from sm120tune.cli import compare as module
 from sm120tune.resolve import CardRequest, resolve_card
 from sm120tune.tiles import Tile, TilePair
@@ -31,8 +32,8 @@ def measured(command: InProcess, monkeypatch: pytest.MonkeyPatch) -> SyntheticLa
     lane = SyntheticLane(noise=0.005)
     card = resolve_card(CardRequest(CARD, None, None, "model"))
     monkeypatch.setattr(module, "resolve_card", lambda _request: card.__class__(card.spec, (), "cuda"))
-    monkeypatch.setattr(module, "make_lanes", lambda *_args: [lane])
-    monkeypatch.setattr(module, "CompilePool", lambda *_args: StubPool())
+    monkeypatch.setattr(tune, "make_lanes", lambda *_args: [lane])
+    monkeypatch.setattr(tune, "CompilePool", lambda *_args: StubPool())
     return lane
 
 

@@ -35,7 +35,7 @@ class Result:
 def calibrate(job: Job, chosen: Sequence[Chosen], start: CardClass, options: RunOptions, observer: Observer) -> Result:
     """Measure and fit; raises UserError, and KeyboardInterrupt with every finished tile in the journal."""
     journal = Journal(cache_root() / "runs", _identity(job), fresh=options.fresh, space=JOURNAL_SPACE)
-    with open_pool(job, options) as pool, open_lanes(job, observer.event) as lanes, only_first_error():
+    with open_pool(job, options.workers) as pool, open_lanes(job, observer.event) as lanes, only_first_error():
         measuring = Measuring(job, pool, lanes[0], journal, observer, lambda: _clocks(job))
         found = asyncio.run(measuring.run(chosen))
     assessment = assess(found.timed, job, start)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,21 +16,18 @@ from sm120tune.calibrate.applied import calibrated
 from sm120tune.cli.options import batch_sizes, calibration_option
 from sm120tune.cli.report import ratio_cells, result_console
 from sm120tune.compare import Compared, Mix, Serves, compare_ladders, parse_mix, uniform_mix
-from sm120tune.compiler.cache import CompileCache
-from sm120tune.compiler.pool import CompilePool
 from sm120tune.convert import Layer, Source, from_sglang
 from sm120tune.devices import busy_reason
 from sm120tune.errors import UserError
 from sm120tune.job import Job, Settings
 from sm120tune.measure.cost_constants import CalibratedSpec, version_for
-from sm120tune.measure.lane import Timer, TimerName
+from sm120tune.measure.lane import TimerName
 from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
 from sm120tune.problem import check_batch_sizes
 from sm120tune.quantization import DTYPES
 from sm120tune.resolve import CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.search.ladder import nearest
-from sm120tune.state import cache_root
-from sm120tune.tune import make_lanes
+from sm120tune.tune import open_lanes, open_pool
 
 DEFAULT, TODAY = "default", "today"
 EXIT_NOT_ALL = 1
@@ -143,17 +139,9 @@ def _job(options: _Options, a: Source, sizes: tuple[int, ...]) -> Job:
 
 
 def _run(job: Job, a: Source, b: Source | None, word: str) -> list[Compared]:
-    cache = CompileCache(cache_root() / "compile")
     second = _ladder(b) if b is not None else _builtin(job) if word == DEFAULT else _todays(job)
-    pool = CompilePool(cache, max(1, (os.cpu_count() or 1) - len(job.gpus)))
-    lanes: list[Timer] = []
-    try:
-        lanes = make_lanes(job, cache, _tell)
+    with open_pool(job, None) as pool, open_lanes(job, _tell) as lanes:
         return asyncio.run(compare_ladders(job, pool, lanes[0], _ladder(a), second, _progress))
-    finally:
-        for lane in lanes:
-            lane.stop()
-        pool.stop()
 
 
 def _ladder(source: Source) -> Serves:
