@@ -41,6 +41,14 @@ def file(**changes: Any) -> FileProvenance:
     return dataclasses.replace(values, **changes)
 
 
+def test_layers_of_one_file_have_one_name() -> None:
+    hidden = dataclasses.replace(PROBLEM, hidden=4096)
+    shared = file(shared_with=(hidden,))
+    assert FileProvenance.from_json(json.loads(json.dumps(shared.to_json()))) == shared
+    with pytest.raises(ValueError, match=r"shared_with\[1\].intermediate is 512, problem.intermediate is 256"):
+        file(shared_with=(hidden, dataclasses.replace(PROBLEM, intermediate=512)))
+
+
 EMPTY_ROW = row(
     8, status=RowStatus.KEPT, today=None, today_us=None, today_spread_us=None, chosen_us=None, chosen_spread_us=None,
     ratio=None, ratio_interval=None, roofline_share=None, bound="compute", timer="model", measured=False, error=None,

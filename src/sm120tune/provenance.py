@@ -80,6 +80,13 @@ class FileProvenance:
         twice = [m for m, count in Counter(row.m for row in self.rows).items() if count > 1]
         if twice:
             raise ValueError(f"rows has M={twice[0]} twice")
+        for index, other in enumerate(self.shared_with):
+            for field in ("experts", "intermediate", "dtype"):
+                mine, theirs = getattr(self.problem, field), getattr(other, field)
+                if mine != theirs:
+                    raise ValueError(
+                        f"shared_with[{index}].{field} is {theirs}, problem.{field} is {mine}: they ask for other files"
+                    )
 
     def tiles(self, *, down: bool) -> dict[int, Tile]:
         """Return the rows that the up or the down file of this ladder has."""

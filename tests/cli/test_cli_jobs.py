@@ -32,6 +32,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("[job]\nexperts = 8", ["[[job]]"]),
         (f"{LAYER}tpp = 3", ["job 1", "'tpp'"]),
         (f"{LAYER}tp = '1'", ["job 1", "tp", "'1'"]),
+        (f"{LAYER}tp = [1, 1]", ["job 1", "tp", "[1, 1]", "twice"]),
         (f"{LAYER}force = true", ["job 1", "--force"]),
         (f"{LAYER}per_channel = true\nper-channel = true", ["job 1", "'per-channel'", "twice"]),
         (f"{LAYER}{WIDER}tp = 3", ["job 2", "--inter 64"]),

@@ -177,4 +177,6 @@ def _sizes(value: object, what: str) -> tuple[int, ...]:
     sizes = value if isinstance(value, list) else [value]
     if not sizes or any(type(size) is not int for size in sizes):
         raise UserError(f"{what} must be an integer or a list of integers, not {value!r}")
+    if len(set(sizes)) != len(sizes):
+        raise UserError(f"{what} has a size twice: {value}")
     return tuple(sizes)
