@@ -127,6 +127,7 @@ def test_estimates_have_the_models_margin(sglang_0_5_23: Path, tmp_path: Path) -
 def test_mixes() -> None:
     assert parse_mix("64:3, 1:1") == Mix({1: 0.25, 64: 0.75})
     assert parse_mix("1:1,64:3").expected_us({1: 10.0, 64: 100.0}) == pytest.approx(77.5)
+    assert parse_mix("1:1e308,64:1e308") == uniform_mix((1, 64))
     assert uniform_mix((1, 64)).expected_us({1: 10.0, 64: 100.0}) == pytest.approx(55.0)
     assert uniform_mix((1, 64)).expected_us({1: 10.0, 64: None}) is None
     assert uniform_mix((1, 64)).expected_us({1: 10.0}) is None

@@ -99,8 +99,10 @@ def parse_mix(text: str) -> Mix:
         if int(m) in shares:
             raise UserError(f"--mix has M={m} twice")
         shares[int(m)] = value
-    total = sum(shares.values())
-    return Mix({m: shares[m] / total for m in sorted(shares)})
+    largest = max(shares.values())
+    # Divided first: the sum of two shares may be more than a float holds.
+    total = sum(share / largest for share in shares.values())
+    return Mix({m: shares[m] / largest / total for m in sorted(shares)})
 
 
 async def compare_ladders(

@@ -70,6 +70,7 @@ def test_the_text_names_the_content(tmp_path: Path) -> None:
         (np.zeros((2, 2)), "not integer topk_ids"),
         (np.zeros(4, dtype=int), "not integer topk_ids"),
         (np.array([[1, -1]]), "holds the id -1"),
+        (np.array([[1, 2, 3], [4, 0, 4]]), r"gives token 1 an expert twice \(\[4, 0, 4\]\)"),
         (np.array([[1, 2**63]], dtype=np.uint64), "holds the id 9223372036854775808"),
     ],
 )

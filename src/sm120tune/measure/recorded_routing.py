@@ -37,6 +37,12 @@ def recorded_ids(path: str) -> npt.NDArray[np.int64]:
         if not 0 <= wrong <= _LARGEST_ID:
             raise UserError(f"--routing file:{path} holds the id {wrong}; record the router's own ids")
     ids = ids.astype(np.int64)
+    twice = np.flatnonzero((np.diff(np.sort(ids, axis=1), axis=1) == 0).any(axis=1))
+    if twice.size:
+        raise UserError(
+            f"--routing file:{path} gives token {twice[0]} an expert twice ({ids[twice[0]].tolist()}); record topk_ids "
+            "as the router made them"
+        )
     ids.setflags(write=False)
     return ids
 
