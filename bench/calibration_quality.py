@@ -25,7 +25,7 @@ from model_tables import Recorded, geomean, rank_correlation, recorded, regrets
 
 from sm120tune.calibrate.applied import calibrated
 from sm120tune.calibrate.choice import DEFAULT_TILES, choose_tiles
-from sm120tune.calibrate.file import read_calibration
+from sm120tune.calibrate.file import read_file
 from sm120tune.calibrate.fit import NEAR
 from sm120tune.calibrate.run import calibrate
 from sm120tune.cli.calibrate import DEFAULT_SIZES
@@ -109,9 +109,9 @@ def main() -> int:
     tables = {path: recorded(path) for path in args.tables}
     whole = {"fitted on whole tables": named_class("sm90")}
     for file in args.calibration:
-        found = read_calibration(file, str(file))
-        start = named_class(found.model.start)
-        fitted = fitted_class(calibrated(next(iter(tables.values())).device, str(file)))
+        found = read_file(file, str(file))
+        start = named_class(found.start)
+        fitted = fitted_class(calibrated(next(iter(tables.values())).device, str(file), print))
         print(f"{file}: {found.origin.timer}, {len(found.times)} tiles and M, {found.origin.problem}")
         show(tables, {start.name: start, "calibrated": fitted, **whole}, None, set())
     for path in () if args.calibration else args.tables:

@@ -94,7 +94,7 @@ def _model(path: Path, args: argparse.Namespace) -> CardClass | None:
     """Return what gives the first candidates on one table, None for nothing."""
     device = find_device(read_table(path).device_name)
     if args.calibration is not None:
-        return fitted_class(calibrated(device, args.calibration))
+        return fitted_class(calibrated(device, args.calibration, print))
     if args.model == "unseen":
         return unseen(path, args.tables)
     return None if args.model == "none" else card_class(device.arch if args.model == "stored" else 120)

@@ -11,7 +11,8 @@ import numpy as np
 from synthetic import Fault, SyntheticLane, no_fault
 
 from sm120tune.accuracy import ErrorMeasure
-from sm120tune.calibrate.file import Calibration, Model, Origin
+from sm120tune.calibrate.file import Calibration, Origin
+from sm120tune.calibrate.fitted import Model
 from sm120tune.calibrate.timed import Checked, GemmResult, TimedTile
 from sm120tune.compiler import TileFacts
 from sm120tune.devices import DEFAULT_DEVICE_NAME, DeviceSpec, LocalGPU, find_device

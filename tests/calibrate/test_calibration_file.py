@@ -13,7 +13,7 @@ from made_cards import CLASS, TRUTH, calibration_of, make_calibration_job
 from synthetic import SMALL
 
 from sm120tune.calibrate.applied import applied_path, calibrated, with_calibration
-from sm120tune.calibrate.file import Calibration, read_calibration
+from sm120tune.calibrate.file import Calibration, CalibrationFile, read_file
 from sm120tune.devices import DEFAULT_DEVICE_NAME, DeviceSpec, find_device
 from sm120tune.errors import UserError
 from sm120tune.measure.cost_constants import (
@@ -42,6 +42,24 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def read(path: Path) -> Calibration:
+    return read_file(path, "it").calibration()
+
+
+def told(line: str) -> None:
+    raise AssertionError(line)
+
+
+def correction(**changed: float) -> dict[str, list[float]]:
+    """Return a class's correction with one number changed."""
+    of_class = card_class(90).correction
+    assert of_class is not None
+    data = of_class.to_json()
+    for name, value in changed.items():
+        data[name][0] = value
+    return data
+
+
 def changed(file: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     data = json.loads(file.read_text())
     change(data)
@@ -50,8 +68,8 @@ def changed(file: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 
 
 def test_it_comes_back_as_it_was_written(file: Path) -> None:
-    assert read_calibration(file, "it") == FOUND
-    assert read_calibration(file, "it").dumps() == FOUND.dumps()
+    assert read(file) == FOUND
+    assert read(file).dumps() == FOUND.dumps()
     lines = file.read_text().splitlines()
     assert sum(line.lstrip().startswith('{"tile"') for line in lines) == len(FOUND.times)
 
@@ -59,16 +77,17 @@ def test_it_comes_back_as_it_was_written(file: Path) -> None:
 def test_a_correction_is_kept(tmp_path: Path) -> None:
     of_class = card_class(90)
     assert of_class.correction is not None
-    found = replace(FOUND, model=replace(FOUND.model, start="sm90", correction=of_class.correction))
+    model = replace(FOUND.model, start="sm90", constants=of_class.constants, correction=of_class.correction)
+    found = replace(FOUND, model=model)
     path = tmp_path / "c.json"
     path.write_text(found.dumps())
-    again = read_calibration(path, "it").model.correction
+    again = read(path).model.correction
     assert again is not None
     assert again.to_json() == of_class.correction.to_json()
 
 
 def test_a_card_with_it_is_estimated_with_its_constants(file: Path) -> None:
-    card = calibrated(CARD, str(file))
+    card = calibrated(CARD, str(file), told)
     assert isinstance(card, CalibratedSpec)
     assert fitted_class(card).constants == TRUTH
     assert fitted_class(CARD) == CLASS
@@ -79,24 +98,26 @@ def test_a_card_with_it_is_estimated_with_its_constants(file: Path) -> None:
 
 
 def test_the_version_says_so(file: Path) -> None:
-    card = calibrated(CARD, str(file))
+    card = calibrated(CARD, str(file), told)
     assert version_for(CARD) == model_version()
-    assert version_for(card) == f"{model_version()}+calibrated.{FOUND.model.digest}"
-    other = replace(FOUND.model, constants=replace(TRUTH, load_us=0.51))
-    assert other.digest != FOUND.model.digest
+    assert version_for(card) == f"{model_version()}+calibrated.{FOUND.digest}"
+    # It changes with what was fitted, and with the times that it was fitted to.
+    fitted = replace(FOUND, model=replace(FOUND.model, constants=replace(TRUTH, load_us=0.51)))
+    others = replace(FOUND, times=FOUND.times[:1])
+    assert len({FOUND.digest, fitted.digest, others.digest}) == 3
 
 
 def test_estimates_of_another_model_are_another_run(file: Path, sglang_0_5_23: Path) -> None:
     job = replace(make_calibration_job(sglang_0_5_23), timer="model")
-    other = replace(job, device=calibrated(CARD, str(file)))
+    other = replace(job, device=calibrated(CARD, str(file), told))
     assert job.identity()["answers"] == version_for(CARD)
     assert other.identity()["answers"] == version_for(other.device) != version_for(CARD)
-    assert FOUND.model.digest in ModelLane(job.problem, other.device, UNIFORM).name
+    assert FOUND.digest in ModelLane(job.problem, other.device, UNIFORM).name
 
 
 def test_measured_margins_hold_for_the_dtype_and_the_range_that_were_measured(file: Path) -> None:
     assert FOUND.model.margins == ((1, 0.2), (64, 0.05), (4096, 0.12))
-    mine = fitted_class(calibrated(CARD, str(file)))
+    mine = fitted_class(calibrated(CARD, str(file), told))
     assert [mine.margin(m, "bf16") for m in (1, 8, 64, 512, 4096)] == [0.2, 0.2, 0.05, 0.12, 0.12]
     # Beyond, and for another dtype, it may only widen the class's.
     assert mine.margin(16384, "bf16") == max(0.12, CLASS.margin(16384))
@@ -109,7 +130,7 @@ def test_shares_of_other_specified_rates_are_carried_over(file: Path) -> None:
     faster = replace(CARD, bandwidth=CARD.bandwidth * 2, bf16_flops=CARD.bf16_flops / 2)
     for gemm in Gemm:
         mine, same = (
-            estimate_gemm(SMALL, gemm, Tile(64, 64, 64, 1), 4096, calibrated(one, str(file)), None, UNIFORM).us
+            estimate_gemm(SMALL, gemm, Tile(64, 64, 64, 1), 4096, calibrated(one, str(file), told), None, UNIFORM).us
             for one in (faster, CARD)
         )
         assert mine == pytest.approx(same)
@@ -120,18 +141,23 @@ def test_shares_of_other_specified_rates_are_carried_over(file: Path) -> None:
     [
         (lambda data: data.pop("kind"), 'it has no "kind"'),
         (lambda data: data.update(schema_version=2), "schema_version is 2; this release reads 1"),
-        (lambda data: data["model"].update(formula="cost-0"), "model.formula is cost-0"),
         (lambda data: data["model"].update(start="sm70"), "model.start must be one of sm90, sm120"),
         (lambda data: data["model"]["constants"].pop("load_us"), "model.constants.load_us is missing"),
-        (lambda data: data["model"]["constants"].update(load_us=-1), "model.constants.load_us must be above 0"),
+        (lambda data: data["model"]["constants"].update(load_us=-1), "model.constants.load_us must be from 0.00"),
+        (lambda data: data["model"]["constants"].update(l2_gb_s=1e30), "model.constants.l2_gb_s must be from 0."),
+        (lambda data: data["model"]["constants"].update(tensor_share=1.31), "from 0.2 to 1.3, not 1.31"),
+        (lambda data: data["model"]["constants"].update(call_us=1e30), "model.constants.call_us must be from 0."),
         (lambda data: data["model"]["constants"].update(load_us="x"), "model.constants.load_us must be a finite"),
         (lambda data: data["model"]["constants"].update(odd=1), "model.constants.odd is not a known field"),
         (lambda data: data["model"].update(margins=[]), "model.margins is empty"),
         (lambda data: data["model"].update(margins=[[8, 0.1], [1, 0.1]]), "model.margins must have ascending M"),
         (lambda data: data["model"].update(margins=[[8, -0.1]]), "model.margins must be pairs"),
+        (lambda data: data["model"].update(margins=[[8, 1e30]]), "model.margins must be pairs"),
         (lambda data: data["model"].update(margins=[["8", 0.1]]), "model.margins must be pairs"),
         (lambda data: data["model"].update(refitted=["odd"]), "model.refitted has 'odd'"),
         (lambda data: data["model"].update(correction={"mean": [1], "scale": [1], "weights": [1]}), "wrong sizes"),
+        (lambda data: data["model"].update(correction=correction(scale=0.0)), "scale must be above 0"),
+        (lambda data: data["model"].update(correction=correction(weights=1e300)), "weights must lie within 1e+06"),
         (lambda data: data["origin"]["device"].update(sm_count=0), "sm_count must be an integer of at least 1"),
         (lambda data: data["origin"]["problem"].pop("hidden"), "problem.hidden is missing"),
         (lambda data: data["times"][0].pop("down"), "times[0].down is missing"),
@@ -143,7 +169,7 @@ def test_shares_of_other_specified_rates_are_carried_over(file: Path) -> None:
 def test_damage_is_one_line_that_names_it(file: Path, change: Callable[[dict[str, Any]], Any], words: str) -> None:
     changed(file, change)
     with pytest.raises(UserError, match=r"--calibration .* is no calibration that can be used: ") as caught:
-        calibrated(CARD, str(file))
+        calibrated(CARD, str(file), told)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -152,12 +178,12 @@ def test_damage_is_one_line_that_names_it(file: Path, change: Callable[[dict[str
 def test_what_is_no_object_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(UserError, match="is no calibration that can be used"):
-        calibrated(CARD, str(tmp_path / "x.json"))
+        calibrated(CARD, str(tmp_path / "x.json"), told)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--calibration .*x\.json cannot be read: No such file"):
-        calibrated(CARD, str(tmp_path / "x.json"))
+        calibrated(CARD, str(tmp_path / "x.json"), told)
 
 
 @pytest.mark.parametrize(
@@ -165,32 +191,33 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     [
         (OTHER, f"is of {CARD.name}, not of {OTHER.name}; --calibration none"),
         (replace(CARD, capability=(12, 1)), r"with capability 12\.0, this one has 12\.1"),
+        (replace(CARD, bandwidth=CARD.bandwidth / 4), "has a bandwidth of 1.*, known is 4"),
     ],
 )
 def test_another_card_s_is_refused(file: Path, card: DeviceSpec, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        calibrated(card, str(file))
+        calibrated(card, str(file), told)
 
 
 def test_one_without_times_is_refused() -> None:
     nothing = replace(FOUND, model=replace(FOUND.model, refitted=(), margins=()), quality=None)
     with pytest.raises(UserError, match="too few times"):
-        with_calibration(CARD, Calibration.from_json(json.loads(nothing.dumps())), "x")
+        with_calibration(CARD, CalibrationFile.from_json(json.loads(nothing.dumps()), "x").calibration(), "x")
 
 
 def test_an_applied_one_is_used_for_its_card_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert calibrated(CARD, None) is CARD
+    assert calibrated(CARD, None, told) is CARD
     assert not list(tmp_path.iterdir())
     path = applied_path(CARD.name)
     path.parent.mkdir(parents=True)
     path.write_text(FOUND.dumps())
-    assert isinstance(calibrated(CARD, None), CalibratedSpec)
-    assert isinstance(calibrated(replace(CARD, name=CARD.name.replace(" ", "_")), None), CalibratedSpec)
-    assert calibrated(OTHER, None) is OTHER
-    assert calibrated(CARD, "none") is CARD
-    assert calibrated(CARD, None, applied=False) is CARD
+    assert isinstance(calibrated(CARD, None, told), CalibratedSpec)
+    assert isinstance(calibrated(replace(CARD, name=CARD.name.replace(" ", "_")), None, told), CalibratedSpec)
+    assert calibrated(OTHER, None, told) is OTHER
+    assert calibrated(CARD, "none", told) is CARD
+    assert calibrated(CARD, None, told, applied=False) is CARD
     path.write_text(FOUND.dumps()[:-100])
     with pytest.raises(UserError, match="remove it, or calibrate again with --apply"):
-        calibrated(CARD, None)
-    assert calibrated(CARD, "none") is CARD
+        calibrated(CARD, None, told)
+    assert calibrated(CARD, "none", told) is CARD

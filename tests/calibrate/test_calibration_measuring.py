@@ -17,6 +17,7 @@ from synthetic import RIGHT, WRONG, StubPool, every_kind
 from sm120tune.accuracy import ErrorMeasure
 from sm120tune.calibrate.assess import assess, usable_launches
 from sm120tune.calibrate.choice import Chosen, choose_tiles
+from sm120tune.calibrate.launches import Layer
 from sm120tune.calibrate.measure import JOURNAL_SPACE, Found, Measuring
 from sm120tune.calibrate.timed import Checked, GemmResult, TimedTile
 from sm120tune.compiler import TileFacts
@@ -39,6 +40,10 @@ CLOCKS = {"sm_mhz": 2400.0, "power_w": 310.5}
 @pytest.fixture(scope="module")
 def job(sglang_0_5_23: Path) -> Job:
     return make_calibration_job(sglang_0_5_23, sizes=SIZES)
+
+
+def layer(job: Job) -> Layer:
+    return Layer(job.problem, job.device, job.routing)
 
 
 def measure(
@@ -128,7 +133,7 @@ def test_failures_of_every_kind_are_results(job: Job, tmp_path: Path) -> None:
             # The layer cannot be run, so it is not checked; what the other GEMM took is kept.
             assert one.check is None
         assert TimedTile.from_json(json.loads(json.dumps(one.to_json()))).to_json() == one.to_json()
-    assert assess(found.timed, job, CLASS).overall is not None
+    assert assess(found.timed, layer(job), CLASS).overall is not None
 
 
 def test_what_cannot_be_compiled_or_launched_is_not_timed(job: Job, tmp_path: Path) -> None:
@@ -161,7 +166,7 @@ def test_a_wrong_layer_is_told_and_its_times_fit_nothing(job: Job, tmp_path: Pat
     assert {one.tile for one in wrong} == {TILES[2].tile}
     assert all(one.failures[0].kind is FailureKind.WRONG_RESULT for one in wrong)
     assert all(not one.usable() for one in wrong)
-    assert len(usable_launches(found.timed, job)[1]) == 12
+    assert len(usable_launches(found.timed, layer(job))[1]) == 12
 
 
 def test_an_output_that_is_not_finite_can_be_kept(job: Job, tmp_path: Path) -> None:
@@ -202,14 +207,14 @@ def test_damaged_notes_are_told(job: Job, tmp_path: Path) -> None:
 
 
 def test_too_few_tiles_fit_nothing_and_say_so(job: Job, tmp_path: Path) -> None:
-    found = assess(measure(job, tmp_path, FormulaLane(job)).timed, job, CLASS)
+    found = assess(measure(job, tmp_path, FormulaLane(job)).timed, layer(job), CLASS)
     assert (found.overall, found.fitted.refitted, found.fitted.constants) == (None, (), CLASS.constants)
     assert set(found.reasons.values()) == {"fewer than 10 tiles could be timed"}
 
 
 def test_a_class_that_is_right_already_is_kept(job: Job, tmp_path: Path) -> None:
     lane = FormulaLane(job, CLASS.constants, spread=0.05)
-    found = assess(measure(job, tmp_path, lane, tiles=choose_tiles(job, CLASS)).timed, job, CLASS)
+    found = assess(measure(job, tmp_path, lane, tiles=choose_tiles(job, CLASS)).timed, layer(job), CLASS)
     assert found.fitted.constants == CLASS.constants
     assert found.overall is not None
     assert found.overall.before == found.overall.unseen_tiles
@@ -217,7 +222,7 @@ def test_a_class_that_is_right_already_is_kept(job: Job, tmp_path: Path) -> None
 
 
 def test_constants_of_a_made_up_card_predict_unseen_tiles(job: Job, tmp_path: Path) -> None:
-    found = assess(measure(job, tmp_path, FormulaLane(job), tiles=choose_tiles(job, CLASS)).timed, job, CLASS)
+    found = assess(measure(job, tmp_path, FormulaLane(job), tiles=choose_tiles(job, CLASS)).timed, layer(job), CLASS)
     assert found.overall is not None
     assert found.overall.before.median > 0.15
     assert found.overall.unseen_tiles.median < 0.04

@@ -95,6 +95,7 @@ def test_the_default_layer_in_one_file_and_one_screen(command: InProcess, card: 
 
 def test_json_has_before_and_after_and_a_second_run_resumes(command: InProcess, card: MadeUp) -> None:
     args = arguments(command, "--batch-sizes", "1,64,4096", "--json", "--quiet", "--output", "out/mine.json")
+    (command.line.folder / "out").mkdir()
     done = command.run(*args)
     assert done.code == 0, done.err
     assert done.err == ""
@@ -215,7 +216,7 @@ def test_an_estimated_pair_names_the_calibrated_model(line: CommandLine, calibra
     args = ["--batch-sizes", "64", "--trials", "4", "--calibration", str(calibration)]
     done = line.tune(*args)
     assert done.code == 0, done.err
-    version = f"{model_version()}+calibrated.{calibration_of(SPEC).model.digest}"
+    version = f"{model_version()}+calibrated.{calibration_of(SPEC).digest}"
     assert f"model: {version}, calibrated on this card" in done.err
     records = (line.output / "estimated" / "provenance").glob("*/*.json")
     (record,) = (path for path in records if not path.stem.endswith("_down"))
@@ -231,7 +232,7 @@ def test_an_estimated_pair_names_the_calibrated_model(line: CommandLine, calibra
 def test_compare_estimates_with_it(line: CommandLine, calibration: Path) -> None:
     pair = Maker(line.sglang, line.output).write(rows(64), problem=SMALL).up_path
     args = ["compare", str(pair), "--timer", "model", "--sglang", str(line.sglang), "--calibration", str(calibration)]
-    version = f"{model_version()}+calibrated.{calibration_of(SPEC).model.digest}"
+    version = f"{model_version()}+calibrated.{calibration_of(SPEC).digest}"
     done = line.run(*args)
     assert done.code == 0, done.err
     assert f"ESTIMATED, not measured (model {version})" in done.out
@@ -279,6 +280,9 @@ def test_an_output_that_cannot_be_is_told_before_the_work(command: InProcess, ca
         (".", "is a folder"),
         ("file/x.json", "is a file; give a folder"),
         ("file", "no calibration"),
+        # A typo in a folder's name is not a folder to make.
+        ("typo/x.json", "there is no folder typo"),
+        (str(command.line.folder / "typo" / "deep" / "x.json"), "there is no folder"),
     ):
         command.refused(*arguments(command, "--output", output), words=["--output", words])
     assert not card.lanes
@@ -362,7 +366,7 @@ def test_a_calibrated_h200_predicts_another_table_better(
     assert command.run(*arguments(command, "--timer", f"replay:{TABLES[0]}", "--from-class", "sm120")).code == 0
     (path,) = (path for path in TABLES if path.stem.startswith(other))
     table = recorded(path)
-    card = applied.calibrated(table.device, "calibration-NVIDIA_H200.json")
+    card = applied.calibrated(table.device, "calibration-NVIDIA_H200.json", print)
     found = {}
     for name, constants in (("before", CLASS.constants), ("after", fitted_class(card).constants)):
         times = list(zip(table.launches, table.times(constants), strict=True))

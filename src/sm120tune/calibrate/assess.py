@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sm120tune.calibrate.fit import OF_GEMMS, TOLD, Fit, fit, weights
-from sm120tune.calibrate.launches import Launch, Launches, launches_of
+from sm120tune.calibrate.launches import Launch, Launches, Layer, launches_of
 from sm120tune.calibrate.quality import Array, Quality, left_out, quality
 from sm120tune.calibrate.timed import TimedTile
-from sm120tune.job import Job
 from sm120tune.measure.cost_constants import CardClass
 from sm120tune.measure.occupancy import binary_key
 
@@ -57,9 +56,12 @@ class Assessment:
     """(M, error at the 90th percentile of tiles near the best, as unseen ones)."""
 
 
-def assess(timed: Sequence[TimedTile], job: Job, start: CardClass) -> Assessment:
-    """Fit, and predict every tile by a fit without it, and every M likewise."""
-    launches, us = usable_launches(timed, job)
+def assess(timed: Sequence[TimedTile], layer: Layer, start: CardClass) -> Assessment:
+    """Fit, and predict every tile by a fit without it, and every M likewise.
+
+    Raises UserError for an M that cannot be routed.
+    """
+    launches, us = usable_launches(timed, layer)
     keys = [binary_key(one.tile) for one in launches.each]
     tiles = list(dict.fromkeys(keys))
     few = f"fewer than {LEAST_TILES} tiles could be timed"
@@ -97,14 +99,14 @@ def assess(timed: Sequence[TimedTile], job: Job, start: CardClass) -> Assessment
     )
 
 
-def usable_launches(timed: Sequence[TimedTile], job: Job) -> tuple[Launches, Array]:
+def usable_launches(timed: Sequence[TimedTile], layer: Layer) -> tuple[Launches, Array]:
     """Return the launches that a fit may take, and their µs."""
     each, us = [], []
     for one in timed:
         for gemm, (facts, time) in one.usable().items():
             each.append(Launch(gemm, one.tile, one.m, facts))
             us.append(time)
-    return launches_of(each, job.problem, job.device, job.routing), np.array(us)
+    return launches_of(each, layer.problem, layer.device, layer.routing), np.array(us)
 
 
 def _nothing(start: CardClass, why: str) -> Assessment:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sm120tune._jsonfile import Fields, read_object
+from sm120tune.calibrate.fitted import Model
 from sm120tune.calibrate.timed import TimedTile
 from sm120tune.devices import DeviceSpec
 from sm120tune.errors import UserError
-from sm120tune.measure.correction import Correction
-from sm120tune.measure.cost_constants import CardClass, Constants, MeasuredMargins, class_names, formula_version
 from sm120tune.problem import MoEProblem
 from sm120tune.provenance import problem_from_json
 
@@ -82,73 +81,6 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Model:
-    """The constants, and what they were before."""
-
-    formula: str
-    start: str
-    """The class that the fit began with."""
-    start_version: str
-    constants: Constants
-    refitted: tuple[str, ...]
-    left: Mapping[str, str]
-    """Of each constant of a GEMM that kept its class's value: why."""
-    correction: Correction | None
-    """The class's."""
-    margins: tuple[tuple[int, float], ...]
-    """(M, error at the 90th percentile on unseen tiles near the best)."""
-
-    @property
-    def digest(self) -> str:
-        """What tells these estimates from others."""
-        content = {key: value for key, value in self.to_json().items() if key not in {"left", "refitted"}}
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_DIGEST]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object that :meth:`from_json` reads back."""
-        return {
-            "formula": self.formula,
-            "start": self.start,
-            "start_version": self.start_version,
-            "constants": {name: float(f"{value:.6g}") for name, value in asdict(self.constants).items()},
-            "refitted": list(self.refitted),
-            "left": dict(self.left),
-            "correction": None if self.correction is None else self.correction.to_json(),
-            "margins": [list(margin) for margin in self.margins],
-        }
-
-    @classmethod
-    def from_json(cls, data: object) -> Model:
-        """Rebuild it; raises ValueError naming the field."""
-        file = Fields(data, "model.")
-        formula, start = file.text("formula"), file.text("start")
-        if formula != formula_version():
-            raise ValueError(f"model.formula is {formula}, this release's is {formula_version()}: calibrate again")
-        if start not in class_names():
-            raise ValueError(f"model.start must be one of {', '.join(class_names())}, not {start!r}")
-        left = file.mapping("left")
-        result = cls(
-            formula=formula,
-            start=start,
-            start_version=file.text("start_version"),
-            constants=_constants(file.mapping("constants")),
-            refitted=tuple(_names(file.items("refitted"))),
-            left={key: Fields(left, "model.left.").text(key) for key in left},
-            correction=_correction(file.take("correction")),
-            margins=_margins(file.items("margins")),
-        )
-        file.finish()
-        if result.refitted and not result.margins:
-            raise ValueError("model.margins is empty beside refitted constants")
-        return result
-
-    def card_class(self, of_class: CardClass, dtype: str) -> CardClass:
-        """Return the class of this one card; ``of_class`` has the margins where none was measured."""
-        measured = MeasuredMargins(dtype, self.margins)
-        return CardClass(f"{self.start} calibrated", self.constants, self.correction, of_class.margins, measured)
-
-
-@dataclass(frozen=True)
 class Calibration:
     """A whole file."""
 
@@ -158,8 +90,15 @@ class Calibration:
     """Before and after, over all M and for each; None where too few tiles could be timed to fit anything."""
     times: tuple[TimedTile, ...]
 
+    @property
+    def digest(self) -> str:
+        """What tells these estimates from others: it changes with the times and with what was fitted to them."""
+        model = {key: value for key, value in self.model.to_json().items() if key not in {"left", "refitted"}}
+        content = {"model": model, "times": [one.to_json() for one in self.times]}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_DIGEST]
+
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object that :meth:`from_json` reads back."""
+        """Return a JSON object that :func:`read_file` reads back."""
         return {
             "kind": _KIND,
             "schema_version": SCHEMA_VERSION,
@@ -169,24 +108,6 @@ class Calibration:
             "times": [one.to_json() for one in self.times],
         }
 
-    @classmethod
-    def from_json(cls, data: object) -> Calibration:
-        """Rebuild a calibration; raises ValueError naming the field."""
-        file = Fields(data)
-        if not file.has("kind") or file.take("kind") != _KIND:
-            raise ValueError(f'it has no "kind": "{_KIND}"')
-        if (schema := file.integer("schema_version")) != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {schema}; this release reads {SCHEMA_VERSION}")
-        quality = None if file.take("quality") is None else file.mapping("quality")
-        result = cls(
-            Origin.from_json(file.take("origin")),
-            Model.from_json(file.take("model")),
-            quality,
-            tuple(TimedTile.from_json(one, f"times[{index}].") for index, one in enumerate(file.items("times"))),
-        )
-        file.finish()
-        return result
-
     def dumps(self) -> str:
         """Render with one line for each tile and M, so that the file stays short and two can be compared."""
         document = self.to_json()
@@ -195,63 +116,60 @@ class Calibration:
         return f'{head[:-2]},\n "times": [\n{times}\n ]\n}}\n'
 
 
-def read_calibration(path: Path, named: str) -> Calibration:
+@dataclass(frozen=True)
+class CalibrationFile:
+    """A file whose times were read; its model may be of another formula, or damaged."""
+
+    named: str
+    """As messages call it."""
+    origin: Origin
+    times: tuple[TimedTile, ...]
+    formula: str
+    start: str
+    """The class that its fit began with; it need not be one of this release's."""
+    quality: Mapping[str, Any] | None
+    model: object
+    """As it stands in the file."""
+
+    def calibration(self) -> Calibration:
+        """Return it with the model of the file; raises UserError for one of another formula and a damaged one."""
+        try:
+            return Calibration(self.origin, Model.from_json(self.model), self.quality, self.times)
+        except ValueError as error:
+            raise unusable(self.named, f"{error}; calibrate --from-times fits its times again") from None
+
+    @classmethod
+    def from_json(cls, data: object, named: str) -> CalibrationFile:
+        """Read everything but the model; raises ValueError naming the field."""
+        file = Fields(data)
+        if not file.has("kind") or file.take("kind") != _KIND:
+            raise ValueError(f'it has no "kind": "{_KIND}"')
+        if (schema := file.integer("schema_version")) != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {schema}; this release reads {SCHEMA_VERSION}")
+        model = Fields(file.take("model"), "model.")
+        result = cls(
+            named=named,
+            origin=Origin.from_json(file.take("origin")),
+            times=tuple(TimedTile.from_json(one, f"times[{index}].") for index, one in enumerate(file.items("times"))),
+            formula=model.text("formula"),
+            start=model.text("start"),
+            quality=None if file.take("quality") is None else file.mapping("quality"),
+            model=file.take("model"),
+        )
+        file.finish()
+        return result
+
+
+def read_file(path: Path, named: str) -> CalibrationFile:
     """Read a file; raises UserError that calls it ``named``, says what is wrong with it and what to do."""
     try:
-        return Calibration.from_json(read_object(path))
+        return CalibrationFile.from_json(read_object(path), named)
     except OSError as error:
         raise UserError(f"{named} cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError) as error:
-        raise UserError(f"{named} is no calibration that can be used: {error}") from None
+        raise unusable(named, error) from None
 
 
-def _constants(given: Mapping[str, Any]) -> Constants:
-    file = Fields(dict(given), "model.constants.")
-    values = {entry.name: file.number(entry.name) for entry in fields(Constants)}
-    file.finish()
-    for name, value in values.items():
-        if value <= 0:
-            raise ValueError(f"model.constants.{name} must be above 0, not {value}")
-    return Constants(**values)
-
-
-def _names(given: list[Any]) -> list[str]:
-    known = {entry.name for entry in fields(Constants)}
-    for name in given:
-        if name not in known:
-            raise ValueError(f"model.refitted has {name!r}, which is no constant")
-    return given
-
-
-def _margins(given: list[Any]) -> tuple[tuple[int, float], ...]:
-    for one in given:
-        number = isinstance(one, list) and len(one) == 2 and type(one[0]) is int and isinstance(one[1], int | float)
-        if not number or one[0] < 1 or not 0 <= one[1] < float("inf"):
-            raise ValueError(f"model.margins must be pairs of M and an error, not {one!r:.60}")
-    sizes = [m for m, _ in given]
-    if sizes != sorted(set(sizes)):
-        raise ValueError("model.margins must have ascending M")
-    return tuple((m, float(error)) for m, error in given)
-
-
-_CORRECTION = ("mean", "scale", "weights")
-
-
-def _correction(data: object) -> Correction | None:
-    if data is None:
-        return None
-    file = Fields(data, "model.correction.")
-    parts = {}
-    for name in _CORRECTION:
-        parts[name] = file.items(name)
-        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in parts[name]):
-            raise ValueError(f"model.correction.{name} must be numbers")
-    size = len(parts["mean"])
-    if len(parts["scale"]) != size or len(parts["weights"]) != 1 + size + size * (size + 1) // 2 or size != _FEATURES:
-        raise ValueError("model.correction has the wrong sizes")
-    file.finish()
-    return Correction.from_json(parts)
-
-
-_FEATURES = 12
-"""Columns of :func:`sm120tune.measure.cost_terms.features`."""
+def unusable(named: str, why: object) -> UserError:
+    """Return the error of a file that cannot be used."""
+    return UserError(f"{named} is no calibration that can be used: {why}")

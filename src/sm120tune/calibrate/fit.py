@@ -42,7 +42,8 @@ TOLD = 0.5
 _STEPS = 40
 _DONE = 1e-5
 _SMALL = 1e-4
-_FREE = (1e-6, 1e6)
+_FREE = 100.0
+"""Where neither physics nor the formula sets a limit: a factor from the class's value, six times ``PRIOR``."""
 _BOOST = 1.3
 """A card may run its tensor cores above the clock that their rate is specified at: GeForce cards do, by up to 1.2."""
 
@@ -57,10 +58,11 @@ class Fit:
     refitted: tuple[str, ...]
 
 
-def limits(name: str) -> tuple[float, float]:
-    """Return between what a constant may lie."""
-    low, high = LIMITS.get(name, _FREE)
-    return low, high * (_BOOST if name.startswith("tensor_share") else 1.0)
+def limits(name: str, of_class: float) -> tuple[float, float]:
+    """Return between what a constant may lie whose class has it at ``of_class``; that value is always between."""
+    low, high = LIMITS.get(name, (of_class / _FREE, of_class * _FREE))
+    high *= _BOOST if name.startswith("tensor_share") else 1.0
+    return min(low, of_class), max(high, of_class)
 
 
 def weights(launches: Launches, us: Array) -> Array:
@@ -96,8 +98,8 @@ class _Problem:
     def solve(self, names: Sequence[str]) -> tuple[Constants, dict[str, float]]:
         """Return the best constants, and what the launches tell of each (:class:`Fit`)."""
         first = _logs(self.start.constants, names)
-        low, high = (np.log([limits(name)[side] for name in names]) for side in (0, 1))
-        low, high = np.minimum(low, first), np.maximum(high, first)
+        held = np.array([limits(name, getattr(self.start.constants, name)) for name in names])
+        low, high = np.log(held[:, 0]), np.log(held[:, 1])
         x, damping = first, 1.0
         cost = self._cost(x, first, names)
         for _ in range(_STEPS):

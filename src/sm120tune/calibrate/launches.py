@@ -21,6 +21,15 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class Layer:
+    """What tiles were timed on."""
+
+    problem: MoEProblem
+    device: Device
+    routing: Routing
+
+
+@dataclass(frozen=True)
 class Launch:
     """One GEMM with one tile that can run, at one M."""
 

@@ -11,10 +11,12 @@ from typing import Any
 from sm120tune import __version__, _nvidia_smi
 from sm120tune.calibrate.assess import Assessment, assess
 from sm120tune.calibrate.choice import Chosen
-from sm120tune.calibrate.file import Calibration, Model, Origin
+from sm120tune.calibrate.file import Calibration, Origin
+from sm120tune.calibrate.launches import Layer
 from sm120tune.calibrate.measure import JOURNAL_SPACE, Clocks, Found, Measuring
+from sm120tune.calibrate.refit import made
 from sm120tune.job import Job
-from sm120tune.measure.cost_constants import CardClass, formula_version, model_version
+from sm120tune.measure.cost_constants import CardClass
 from sm120tune.observer import Observer
 from sm120tune.search.journal import Journal
 from sm120tune.state import cache_root
@@ -38,7 +40,7 @@ def calibrate(job: Job, chosen: Sequence[Chosen], start: CardClass, options: Run
     with open_pool(job, options.workers) as pool, open_lanes(job, observer.event) as lanes, only_first_error():
         measuring = Measuring(job, pool, lanes[0], journal, observer, lambda: _clocks(job))
         found = asyncio.run(measuring.run(chosen))
-    assessment = assess(found.timed, job, start)
+    assessment = assess(found.timed, Layer(job.problem, job.device, job.routing), start)
     return Result(_calibration(job, start, found, assessment), assessment, found)
 
 
@@ -71,20 +73,4 @@ def _calibration(job: Job, start: CardClass, found: Found, assessment: Assessmen
         routing=str(job.routing),
         seed=job.settings.seed,
     )
-    model = Model(
-        formula=formula_version(),
-        start=start.name,
-        start_version=model_version(),
-        constants=assessment.fitted.constants,
-        refitted=assessment.fitted.refitted,
-        left=assessment.reasons,
-        correction=start.correction,
-        margins=assessment.margins,
-    )
-    quality = None
-    if assessment.overall is not None:
-        quality = {
-            "all": assessment.overall.to_json(),
-            "by_m": {str(m): one.to_json() for m, one in assessment.by_m.items()},
-        }
-    return Calibration(origin, model, quality, found.timed)
+    return made(origin, found.timed, assessment, start)

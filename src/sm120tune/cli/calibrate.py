@@ -12,21 +12,13 @@ from typing import Any
 import click
 from rich.console import Console
 
-from sm120tune._atomic import FilesError, replace_files
-from sm120tune.calibrate.applied import applied_path
 from sm120tune.calibrate.choice import DEFAULT_TILES, Chosen, choose_tiles
-from sm120tune.calibrate.file import Calibration, read_calibration
-from sm120tune.calibrate.run import Result, calibrate
+from sm120tune.calibrate.run import calibrate
 from sm120tune.cli import report
-from sm120tune.cli.calibrated import result_json, show_result, show_tiles
-from sm120tune.cli.options import (
-    batch_sizes,
-    check_folder,
-    given_or,
-    layer_options,
-    scale_options,
-    scale_shape,
-)
+from sm120tune.cli.calibrate_output import Wanted, check_output, finish
+from sm120tune.cli.calibrated import show_tiles
+from sm120tune.cli.from_times import check_options, fit_from_times
+from sm120tune.cli.options import batch_sizes, given_or, layer_options, scale_options, scale_shape
 from sm120tune.cli.progress import make_observer
 from sm120tune.cli.targets import replay_table
 from sm120tune.devices import busy_reason, find_device
@@ -45,7 +37,6 @@ DEFAULT_PROBLEM = {"experts": 128, "inter": 768, "hidden": 2048, "topk": 8}
 DEFAULT_SIZES = "1,64,4096,16384"
 _LEAST_TILES = 12
 _RECORDED = ("tp", "ep", "routing", "gpus")
-EXIT_FELL_SHORT = 1
 
 
 @dataclass(frozen=True)
@@ -66,6 +57,7 @@ class _Options:
     batch_sizes: tuple[int, ...]
     tiles: int
     from_class: str | None
+    from_times: Path | None
     timer: str | None
     routing: str
     gpus: str | None
@@ -88,6 +80,12 @@ class _Options:
 @click.option(
     "--from-class",
     help="Class of cards whose constants the fit begins with, for example sm120.  [default: the card's own]",
+)
+@click.option(
+    "--from-times",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Measure nothing: fit the times of an earlier calibration's file by this release's formula.",
 )
 @click.option(
     "--timer", help="cuda, or replay:FILE (a recorded table stands for the card).  [default: cuda]", show_default=False
@@ -117,14 +115,18 @@ def calibrate_command(**options: Any) -> int:
 
 
 def _calibrate(options: _Options) -> int:
-    began = time.monotonic()
-    _check_numbers(options)
+    _check_class(options.from_class)
     console = report.console(quiet=options.quiet)
+    wanted = Wanted(options.output, options.apply, options.as_json, time.monotonic())
+    if options.from_times is not None:
+        check_options(click.get_current_context())
+        return fit_from_times(options.from_times, options.from_class, console, wanted)
+    _check_numbers(options)
     job = _job(options)
     start = named_class(options.from_class) if options.from_class else card_class(job.device.arch)
-    output = options.output or Path(f"calibration-{job.device.file_name}.json")
+    output = wanted.file(job.device)
     if not options.dry_run:
-        _check_output(output)
+        check_output(output)
     chosen = choose_tiles(job, start, options.tiles)
     _show_job(console, job, start, len(chosen))
     if options.dry_run:
@@ -137,18 +139,7 @@ def _calibrate(options: _Options) -> int:
     run_options = RunOptions(output.parent, options.fresh, workers=options.workers)
     with make_observer(console, quiet=options.quiet) as observer:
         result = calibrate(job, chosen, start, run_options, observer)
-    fell_short = _fell_short(result)
-    if options.apply and fell_short:
-        print("warning: not applied: a calibration that fell short would make estimates worse", file=sys.stderr)
-    applied = [applied_path(job.device.name)] if options.apply and not fell_short else []
-    written = _write(result.calibration, [output, *applied])
-    if options.as_json:
-        document = result_json(result)
-        document |= {"files": [str(path) for path in written], "seconds": round(time.monotonic() - began, 1)}
-        print(json.dumps(document, indent=4))
-    else:
-        show_result(report.result_console(), result, start, written, time.monotonic() - began)
-    return EXIT_FELL_SHORT if fell_short else 0
+    return finish(result, start, wanted)
 
 
 def _job(options: _Options) -> Job:
@@ -201,6 +192,11 @@ def _problem(options: _Options) -> MoEProblem:
     )
 
 
+def _check_class(name: str | None) -> None:
+    if name is not None and name not in class_names():
+        raise UserError(f"--from-class {name} is unknown; choose one of {', '.join(class_names())}")
+
+
 def _check_numbers(options: _Options) -> None:
     kind = (options.timer or "cuda").partition(":")[0]
     if kind == "model":
@@ -211,24 +207,10 @@ def _check_numbers(options: _Options) -> None:
         raise UserError("--apply with a replay: nothing was measured here; give its file with --calibration instead")
     if options.tiles < _LEAST_TILES:
         raise UserError(f"--tiles must be at least {_LEAST_TILES}, not {options.tiles}; fewer tell nothing apart")
-    if options.from_class is not None and options.from_class not in class_names():
-        raise UserError(f"--from-class {options.from_class} is unknown; choose one of {', '.join(class_names())}")
     if options.seed < 0:
         raise UserError(f"--seed must be 0 or more, not {options.seed}")
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers must be at least 1, not {options.workers}")
-
-
-def _check_output(path: Path) -> None:
-    """Raise UserError where the file could not be written in the end, or is not one of ours."""
-    if path.is_dir():
-        raise UserError(f"--output {path} is a folder; give a file")
-    check_folder("--output", path.parent, writes=True)
-    if path.exists():
-        try:
-            read_calibration(path, f"--output {path}")
-        except UserError as error:
-            raise UserError(f"{error}; it is left as it is, choose another --output") from None
 
 
 def _show_job(console: Console, job: Job, start: CardClass, tiles: int) -> None:
@@ -242,18 +224,3 @@ def _show_job(console: Console, job: Job, start: CardClass, tiles: int) -> None:
 def _plan_json(job: Job, chosen: tuple[Chosen, ...]) -> str:
     tiles = [{"tile": one.tile.to_row(), "why": one.why} for one in chosen]
     return json.dumps({"problem": job.problem.to_json(), "device": job.device.name, "tiles": tiles}, indent=4)
-
-
-def _write(found: Calibration, paths: list[Path]) -> list[Path]:
-    content = found.dumps().encode()
-    try:
-        replace_files(dict.fromkeys(paths, content))
-    except FilesError as error:
-        raise UserError(f"{error}; what was measured is kept, the same command writes it") from None
-    return paths
-
-
-def _fell_short(result: Result) -> bool:
-    """Whether a layer came out wrong, or nothing could be fitted."""
-    wrong = any(one.wrong for one in result.found.timed)
-    return wrong or result.assessment.overall is None

@@ -82,7 +82,7 @@ def result_json(result: Result) -> dict[str, Any]:
 
 def _change(name: str, before: float, after: float) -> str:
     # At its limit a constant says that the card's specification, or the formula, is not what this card is.
-    at_limit = any(math.isclose(after, limit, rel_tol=1e-3) for limit in limits(name))
+    at_limit = any(math.isclose(after, limit, rel_tol=1e-3) for limit in limits(name, before))
     return f"{name} {before:.4g} > {after:.4g}{' (its limit)' if at_limit else ''}"
 
 

@@ -128,7 +128,7 @@ def _second(path: Path, a: Source) -> Source:
 def _job(options: _Options, a: Source, sizes: tuple[int, ...]) -> Job:
     card = resolve_card(CardRequest(a.device_name, None, options.gpus, cast("TimerName | None", options.timer)))
     # Both sides take turns on one GPU.
-    card = replace(card, gpus=card.gpus[:1], spec=calibrated(card.spec, options.calibration))
+    card = replace(card, gpus=card.gpus[:1], spec=calibrated(card.spec, options.calibration, _tell))
     for gpu in card.gpus:
         busy = busy_reason(gpu)
         if busy is not None:

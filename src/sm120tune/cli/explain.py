@@ -78,7 +78,7 @@ def _explain(options: _Options) -> int:
     up_path = config.with_name(name.partner()) if name.down else config
     down_path = config if name.down else config.with_name(name.partner())
     problem = _problem(options, name, up_path)
-    card = calibrated(find_device(options.device or name.device), options.calibration)
+    card = calibrated(find_device(options.device or name.device), options.calibration, _tell)
     how = parse_routing(options.routing)
     up = _row(up_path, m)
     down = (_row(down_path, m) if down_path.exists() else up).with_block_m(up.BLOCK_SIZE_M)

@@ -30,6 +30,11 @@ _TIMED_US_PER_TRIAL = 45_000.0
 """GPU time of one trial's two GEMMs at small M, warm-up and graph capture included."""
 
 
+def tell(line: str) -> None:
+    """Print a line on stderr, whatever ``--quiet`` says."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def console(*, quiet: bool) -> Console:
     """Return the console on stderr; stdout is for ``--json`` alone."""
     width = None if sys.stderr.isatty() else _PIPED_WIDTH

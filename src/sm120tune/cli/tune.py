@@ -154,7 +154,7 @@ def _tune(options: TuneOptions, began: float) -> int:
         timer = cast("TimerName | None", options.timer)
         card = resolve_card(CardRequest(options.device, options.device_spec, options.gpus, timer))
     # A replay is the same for everyone: what was applied on this machine does not count.
-    card = replace(card, spec=calibrated(card.spec, options.calibration, applied=table is None))
+    card = replace(card, spec=calibrated(card.spec, options.calibration, report.tell, applied=table is None))
     settings = Settings(
         trials=options.trials if options.trials is not None else DEFAULT_TRIALS[card.timer],
         exhaustive=options.search == "exhaustive",
