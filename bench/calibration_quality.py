@@ -1,49 +1,99 @@
-"""What a calibration is worth where it was not made: on the recorded tables.
+"""What a calibration is worth where it was not made: on the recorded tables. Prints the table of docs/calibrate.md.
 
-    python bench/calibration_quality.py bench/tables/*.parquet --sglang PATH
-    python bench/calibration_quality.py bench/tables/*.parquet --calibration calibration-NVIDIA_H200.json
+    python bench/calibration_quality.py bench/tables/*.parquet --calibration bench/results/FILE.json --sglang PATH
+    python bench/calibration_quality.py bench/tables/*.parquet --calibration mine.json --no-replay
 
 A table's card is taken as one that nothing is known of: the constants of ``--from-class`` and 30 chosen tiles of it at
 four M, as ``calibrate`` does. The fit then predicts every recorded tile at every M of that table but the chosen ones,
-and every tile of the other tables. Beside it: the class's constants, and those that were fitted on whole tables
-(sm90's, which saw all of them). Launches that were timed once (``at_least``) are left out of the errors, as everywhere.
+and every tile of the other tables. ``--calibration`` is a file that was made on the card itself; one of another formula
+is fitted again. Beside them: the class's constants, and those of the card's own class, which saw all tables whole.
+Launches that were timed once (``at_least``) are left out of the errors, as everywhere.
 
-With ``--calibration`` nothing is replayed: the constants of a file, made on the card itself, predict every table.
+``holds`` is the share of launches up to half slower than the best of their GEMM and M whose error is within the margin
+there, over all M and at the M with the least; ``margin`` the median over the table's M. ``--update FILE`` writes the
+table between the two comments that name this script.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from model_tables import Recorded, geomean, rank_correlation, recorded, regrets
 
-from sm120tune.calibrate.applied import calibrated
+from sm120tune.calibrate.applied import with_calibration
+from sm120tune.calibrate.assess import Compared
 from sm120tune.calibrate.choice import DEFAULT_TILES, choose_tiles
 from sm120tune.calibrate.file import read_file
 from sm120tune.calibrate.fit import NEAR
+from sm120tune.calibrate.quality import Quality
+from sm120tune.calibrate.refit import fit_again, start_of
 from sm120tune.calibrate.run import calibrate
 from sm120tune.cli.calibrate import DEFAULT_SIZES
 from sm120tune.devices import find_device
 from sm120tune.job import Settings
-from sm120tune.measure.cost_constants import CardClass, class_names, fitted_class, named_class
+from sm120tune.measure.cost_constants import CardClass, card_class, class_names, fitted_class, named_class, version_for
 from sm120tune.measure.cost_terms import features, terms
 from sm120tune.measure.occupancy import binary_key
 from sm120tune.measure.routing import parse_routing
 from sm120tune.measure.table import read_table
 from sm120tune.observer import Silent
+from sm120tune.problem import MoEProblem
 from sm120tune.resolve import Card, JobRequest, resolve_job
 from sm120tune.tune import RunOptions
 
+_COLUMNS = (
+    "calibrated on", "predicted", "before: median / p90", "after: median / p90", "order", "first", "margin",
+    "holds / at the worst M",
+)  # fmt: skip
+_MARK = "<!-- bench/calibration_quality.py: {} -->"
 
-def lines(table: Recorded, seen: set[str], fitted: CardClass) -> Iterator[str]:
-    """Yield errors, order and choice on the tiles of a table that were not seen, and how often a margin holds."""
-    errors, orders, choices, held = [], [], [], []
+
+@dataclass(frozen=True)
+class Predicted:
+    """How one model does on one table."""
+
+    median: float
+    p90: float
+    order: float
+    first: float
+    margin: float
+    holds: float
+    worst: float
+    """Of ``holds``, at the M where it is least."""
+
+    @property
+    def errors(self) -> str:
+        """Median and 90th percentile as the table shows them."""
+        return f"{100 * self.median:.1f} / {100 * self.p90:.1f} %"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A calibration and where it comes from."""
+
+    name: str
+    problem: MoEProblem
+    start: CardClass
+    fitted: CardClass
+    seen: frozenset[str]
+    """Keys of the tiles that were fitted."""
+    inside: Compared
+
+
+def predicted(table: Recorded, seen: frozenset[str], fitted: CardClass) -> Predicted:
+    """Return what a model makes of the tiles of a table that were not seen."""
+    errors, orders, firsts = [], [], []
+    near: dict[int, list[bool]] = {}
+    margins = {one.m: fitted.margin(one.m, table.problem.dtype) for one in table.launches}
     for one in table.launches:
         found = terms(one.load, one.arrays, table.device, fitted.constants)
         us = found.us
@@ -51,24 +101,26 @@ def lines(table: Recorded, seen: set[str], fitted: CardClass) -> Iterator[str]:
             us = us * fitted.correction.factor(features(one.load, one.arrays, found))
         unseen = np.array([binary_key(tile) not in seen for tile in one.tiles]) & ~one.at_least
         error = np.abs(us / one.us - 1)
-        near = one.us <= (1 + NEAR) * one.us.min()
         errors.append(error[unseen])
-        held.append(error[unseen & near] <= fitted.margin(one.m, table.problem.dtype))
+        close = unseen & (one.us <= (1 + NEAR) * one.us.min())
+        near.setdefault(one.m, []).extend((error[close] <= margins[one.m]).tolist())
         orders.append(rank_correlation(one, us))
-        choices.append(regrets(table, one, us))
-    error, within = np.concatenate(errors), np.concatenate(held)
-    first, five = (geomean([each[index] for each in choices]) for index in (0, 1))
-    yield (
-        f"median {np.median(error):.1%} p90 {np.quantile(error, 0.9):.1%} over {len(error):,} launches, "
-        f"order {np.mean(orders):.3f}, first {first:.3f}, best of 5 {five:.3f}"
+        firsts.append(regrets(table, one, us)[0])
+    error = np.concatenate(errors)
+    return Predicted(
+        median=float(np.median(error)),
+        p90=float(np.quantile(error, 0.9)),
+        order=float(np.mean(orders)),
+        first=geomean(firsts),
+        margin=median(margins.values()),
+        holds=float(np.mean([within for each in near.values() for within in each])),
+        worst=min(float(np.mean(each)) for each in near.values()),
     )
-    if fitted.measured is not None:
-        yield f"{within.mean():.0%} of {len(within):,} launches near the best are within the margin at their M"
 
 
-def replayed(path: Path, start: CardClass, args: argparse.Namespace) -> tuple[CardClass, set[str]]:
-    """Calibrate on a table; returns the card's class and the tiles that were seen."""
-    table = read_table(path)
+def replayed(path: Path, args: argparse.Namespace) -> Source:
+    """Calibrate on a table, as on a card that nothing is known of."""
+    start, table = named_class(args.from_class), read_table(path)
     sizes = tuple(int(m) for m in DEFAULT_SIZES.split(","))
     settings = Settings(trials=1, exhaustive=True, budget_s=None, seed=args.seed)
     request = JobRequest(table.problem, sizes, parse_routing(table.routing), settings, args.sglang, Path("none"), table)
@@ -79,45 +131,108 @@ def replayed(path: Path, start: CardClass, args: argparse.Namespace) -> tuple[Ca
         result = calibrate(job, chosen, start, RunOptions(Path(folder), fresh=True, workers=1), Silent())
     inside = result.assessment.overall
     assert inside is not None
-    print(f"calibrated on {path.stem}: {len(chosen)} tiles, {inside.before.launches} times, from {start.name}")
-    named = {"before": inside.before, "unseen tiles": inside.unseen_tiles, "unseen M": inside.unseen_m}
-    for name, found in named.items():
-        print(f"  of these, {name:12}: median {found.median:.1%} p90 {found.p90:.1%}")
-    fitted = result.calibration.model.card_class(start, table.problem.dtype)
-    return fitted, {binary_key(one.tile) for one in chosen}
+    return Source(
+        f"{short(table.problem)}, {len(chosen)} tiles, {inside.before.launches} times",
+        table.problem,
+        start,
+        result.calibration.model.card_class(start, table.problem.dtype),
+        frozenset(binary_key(one.tile) for one in chosen),
+        inside,
+    )
 
 
-def show(tables: Mapping[Path, Recorded], models: Mapping[str, CardClass], own: Path | None, seen: set[str]) -> None:
-    """Print what every model makes of every table; ``own`` is the one whose tiles were seen."""
-    for path, table in tables.items():
-        what = "all other tiles" if path == own else "all tiles"
-        for name, fitted in models.items():
-            for line in lines(table, seen if path == own else set(), fitted):
-                print(f"  {what} of {path.stem}, {name}: {line}", flush=True)
+def measured(path: Path, table: Recorded) -> Source:
+    """Return the calibration that this release's formula makes of a file's times."""
+    file = read_file(path, str(path))
+    start = start_of(file)
+    found, assessment = fit_again(file, start)
+    inside = assessment.overall
+    assert inside is not None
+    card = with_calibration(table.device, found, str(path))
+    print(f"{path}: {file.formula}, {file.origin.timer}, {file.origin.date}; {version_for(card)}", file=sys.stderr)
+    seen = frozenset(binary_key(one.tile) for one in file.times)
+    name = f"`{path.name}`: {short(file.origin.problem)}, {len(seen)} tiles, {inside.before.launches} times"
+    return Source(name, file.origin.problem, start, fitted_class(card), seen, inside)
+
+
+def short(problem: MoEProblem) -> str:
+    """Return a layer's name in the table."""
+    return f"E={problem.experts} N={problem.intermediate}" + (" fp8" if problem.dtype.startswith("fp8") else "")
+
+
+def rows(source: Source, tables: Mapping[Path, Recorded]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of one calibration, its own launches first."""
+    names = iter([source.name])
+    before = source.inside.before
+    after: Mapping[str, Quality] = {"tiles": source.inside.unseen_tiles, "M": source.inside.unseen_m}
+    for what, found in after.items():
+        cells = [f"{100 * one.median:.1f} / {100 * one.p90:.1f} %" for one in (before, found)]
+        yield (
+            next(names, ""), f"its own, as unseen {what}", *cells, f"{found.rank_correlation:.3f}",
+            f"{found.first:.3f}", "", "",
+        )  # fmt: skip
+    for table in tables.values():
+        own = table.problem == source.problem
+        seen = source.seen if own else frozenset()
+        old, new = (predicted(table, seen, model) for model in (source.start, source.fitted))
+        yield ("", f"{'all other tiles of ' if own else ''}{short(table.problem)}", old.errors, *_cells(new))
+
+
+def _cells(found: Predicted) -> tuple[str, ...]:
+    return (
+        found.errors,
+        f"{found.order:.3f}",
+        f"{found.first:.3f}",
+        f"{100 * found.margin:.1f} %",
+        f"{100 * found.holds:.0f} / {100 * found.worst:.0f} %",
+    )
+
+
+def whole(tables: Mapping[Path, Recorded], start: CardClass) -> Iterator[tuple[str, ...]]:
+    """Yield what the constants reach that were fitted on these tables as a whole."""
+    names = iter([f"{_own_class(tables).name}'s constants, fitted on all tables whole"])
+    for table in tables.values():
+        old, new = (predicted(table, frozenset(), model) for model in (start, _own_class(tables)))
+        yield (next(names, ""), short(table.problem), old.errors, *_cells(new))
+
+
+def _own_class(tables: Mapping[Path, Recorded]) -> CardClass:
+    return card_class(next(iter(tables.values())).device.arch)
+
+
+def update(path: Path, lines: Sequence[str]) -> None:
+    """Put the table into a document; raises SystemExit where it has no place for it."""
+    text = path.read_text(encoding="utf-8")
+    begin, end = (re.escape(_MARK.format(word)) for word in ("begin", "end"))
+    middle = "\n".join(lines)
+    new, count = re.subn(f"(?s)({begin}\n).*?({end})", lambda found: f"{found[1]}\n{middle}\n\n{found[2]}", text)
+    if count != 1:
+        raise SystemExit(f"{path} must have {_MARK.format('begin')} and {_MARK.format('end')} once")
+    path.write_text(new, encoding="utf-8")
 
 
 def main() -> int:
-    """Print one block for each table that a calibration is made on, or for each file."""
+    """Print one block of rows for each table that a calibration is made on, and for each file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", type=Path)
     parser.add_argument("--calibration", action="append", default=[], type=Path, help="file to judge; may be repeated")
+    parser.add_argument("--no-replay", action="store_true", help="judge the files alone")
+    parser.add_argument("--update", type=Path, help="document to put the table into")
     parser.add_argument("--from-class", choices=class_names(), default="sm120")
     parser.add_argument("--tiles", type=int, default=DEFAULT_TILES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sglang", type=Path)
     args = parser.parse_args()
     tables = {path: recorded(path) for path in args.tables}
-    whole = {"fitted on whole tables": named_class("sm90")}
-    for file in args.calibration:
-        found = read_file(file, str(file))
-        start = named_class(found.start)
-        fitted = fitted_class(calibrated(next(iter(tables.values())).device, str(file), print))
-        print(f"{file}: {found.origin.timer}, {len(found.times)} tiles and M, {found.origin.problem}")
-        show(tables, {start.name: start, "calibrated": fitted, **whole}, None, set())
-    for path in () if args.calibration else args.tables:
-        start = named_class(args.from_class)
-        fitted, seen = replayed(path, start, args)
-        show(tables, {start.name: start, "calibrated": fitted, **whole}, path, seen)
+    found = [] if args.no_replay else [replayed(path, args) for path in tables]
+    found += [measured(path, next(iter(tables.values()))) for path in args.calibration]
+    every = [row for source in found for row in rows(source, tables)]
+    every += whole(tables, named_class(args.from_class))
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---|---|" + "---:|" * (len(_COLUMNS) - 2)]
+    lines += ["| " + " | ".join(row) + " |" for row in every]
+    if args.update is not None:
+        update(args.update, lines)
+    print("\n".join(lines))
     return 0
 
 

@@ -138,13 +138,14 @@ def test_what_was_measured_on_a_gpu_with_an_earlier_formula() -> None:
     assert "was made by formula cost-1: its 240 times were fitted again" in lines[0]
     file = read_file(ON_A_GPU, "it")
     launches, us = usable_launches(file.times, Layer(file.origin.problem, card, UNIFORM))
-    start = named_class("sm120")
+    start, mine = named_class("sm120"), fitted_class(card)
     before, after = (
         np.abs(launches.us(one.constants, one.correction) / us - 1) for one in (start_of(file), fitted_class(card))
     )
     assert start_of(file) == start
     assert np.median(before) > 0.15
     assert np.median(after) < 0.1
+    assert np.mean(after <= mine.margin(64, "bf16")) > 0.9
     with pytest.raises(UserError, match="calibrate --from-times fits its times again"):
         file.calibration()
 

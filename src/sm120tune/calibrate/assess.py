@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +20,8 @@ from sm120tune.measure.occupancy import binary_key
 FOLDS = 5
 LEAST_TILES = 10
 """Tiles with times below which nothing is fitted."""
-_NEAR_WEIGHT = 0.5
-"""A margin is about tiles that may win: those up to fit.NEAR slower than the best."""
-_LEAST_NEAR = 8
+COVERED, CONFIDENCE = 0.9, 0.9
+"""A margin is to hold for this share of launches, and the times are to say so with this confidence."""
 _NOTHING = 0.01
 
 
@@ -53,7 +53,7 @@ class Assessment:
     """None where there were too few times."""
     by_m: Mapping[int, Compared]
     margins: tuple[tuple[int, float], ...]
-    """(M, error at the 90th percentile of tiles near the best, as unseen ones)."""
+    """(M, error that the launches of unseen tiles stay within: :func:`margin`), the same at every M."""
 
 
 def assess(timed: Sequence[TimedTile], layer: Layer, start: CardClass) -> Assessment:
@@ -95,7 +95,7 @@ def assess(timed: Sequence[TimedTile], layer: Layer, start: CardClass) -> Assess
         reasons,
         compared(np.ones(len(us), dtype=bool)),
         {m: compared(sizes == m) for m in each_m},
-        tuple((m, _margin((unseen_tiles / us)[sizes == m], weight[sizes == m])) for m in each_m),
+        tuple((m, margin(unseen_tiles / us)) for m in each_m),
     )
 
 
@@ -128,9 +128,17 @@ def _loss(predicted: Array, us: Array, weight: Array) -> float:
     return float(np.average(np.log(predicted / us) ** 2, weights=weight))
 
 
-def _margin(ratio: Array, weight: Array) -> float:
-    """Return the 90th percentile of the error of tiles near the best, of all where those are few."""
-    near = weight >= _NEAR_WEIGHT
-    if near.sum() < _LEAST_NEAR:
-        near = np.ones(len(ratio), dtype=bool)
-    return round(float(np.quantile(np.abs(ratio[near] - 1), 0.9)), 4)
+def margin(ratio: Array) -> float:
+    """Return the error that 90 % of launches stay within, with a confidence of 90 %; ``ratio`` is model over measured.
+
+    The upper tolerance limit that needs no distribution: the order statistic ``k`` of ``n`` errors with
+    ``P(Binomial(n, COVERED) < k) >= CONFIDENCE`` (Wilks, Annals of Mathematical Statistics 12, 1941; NIST/SEMATECH
+    e-Handbook 7.2.6.4), the largest where so few errors tell no more.
+    """
+    error = np.sort(np.abs(ratio - 1))
+    n, below, k = len(error), 0.0, 0
+    while below < CONFIDENCE and k < n:
+        ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+        below += math.exp(ways + k * math.log(COVERED) + (n - k) * math.log(1 - COVERED))
+        k += 1
+    return round(float(error[k - 1]), 4)

@@ -34,7 +34,7 @@ class Model:
     correction: Correction | None
     """The class's."""
     margins: tuple[tuple[int, float], ...]
-    """(M, error at the 90th percentile on unseen tiles near the best)."""
+    """(M, error that nine of ten launches of unseen tiles stay within); :func:`sm120tune.calibrate.assess.margin`."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object that :meth:`from_json` reads back."""
