@@ -18,7 +18,8 @@ from sm120tune.cli import report
 from sm120tune.cli.calibrate_output import Wanted, check_output, finish
 from sm120tune.cli.calibrated import show_tiles
 from sm120tune.cli.from_times import check_options, fit_from_times
-from sm120tune.cli.options import batch_sizes, given_or, layer_options, scale_options, scale_shape
+from sm120tune.cli.layer import LayerNumbers
+from sm120tune.cli.options import batch_sizes, layer_options, scale_options
 from sm120tune.cli.progress import make_observer
 from sm120tune.cli.targets import replay_table
 from sm120tune.devices import busy_reason, find_device
@@ -39,21 +40,8 @@ _LEAST_TILES = 12
 _RECORDED = ("tp", "ep", "routing", "gpus")
 
 
-@dataclass(frozen=True)
-class _Options:
-    experts: int | None
-    tp: int | None
-    ep: int | None
-    inter: int | None
-    hidden: int | None
-    topk: int | None
-    dtype: str | None
-    shared_experts: int | None
-    block_shape: str | None
-    per_channel: bool
-    group_size: int | None
-    zero_points: bool
-    no_gate: bool
+@dataclass(frozen=True, kw_only=True)
+class _Options(LayerNumbers):
     batch_sizes: tuple[int, ...]
     tiles: int
     from_class: str | None
@@ -176,19 +164,12 @@ def _problem(options: _Options) -> MoEProblem:
     if experts is None or inter is None:
         missing, other = ("--experts", "--inter") if experts is None else ("--inter", "--experts")
         raise UserError(f"missing {missing} beside {other}; give both, or neither for the default layer")
-    return MoEProblem.from_parallelism(
+    return options.problem(
         experts=experts,
-        tp=given_or(options.tp, 1),
-        ep=given_or(options.ep, 1),
         inter=inter,
-        hidden=given_or(options.hidden, DEFAULT_PROBLEM["hidden"]),
-        topk=given_or(options.topk, DEFAULT_PROBLEM["topk"]),
+        hidden=DEFAULT_PROBLEM["hidden"],
+        topk=DEFAULT_PROBLEM["topk"],
         dtype=options.dtype or "bf16",
-        shared_experts=given_or(options.shared_experts, 0),
-        block_shape=scale_shape(options.block_shape, options.group_size),
-        per_channel_quant=options.per_channel,
-        zero_points=options.zero_points,
-        gated=not options.no_gate,
     )
 
 
