@@ -19,26 +19,23 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 from unittest import mock
 
-from performance import repeated_race
+from performance import one_lane, repeated_race
 
 import sm120tune.seeds as seeds_module
 from sm120tune.cli.targets import LayerOptions
-from sm120tune.compiler.cache import CompileCache
 from sm120tune.job import Job, Settings
-from sm120tune.measure.gpu_lane import GpuLane
 from sm120tune.measure.routing import parse_routing
 from sm120tune.observer import Silent
 from sm120tune.resolve import CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.runner import RunResult
 from sm120tune.tiles import TilePair
-from sm120tune.tune import RunOptions, open_pool, run_job, worker_setup
+from sm120tune.tune import RunOptions, open_pool, run_job
 
 SIZES = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 16384)
 _CLOSE = 1.01
@@ -57,18 +54,6 @@ def cold_run(job: Job, trials: int, workers: int | None, *, model: bool) -> tupl
         with open_pool(job, options.workers) as pool:
             result = run_job(job, options, pool, Silent())
         return result, time.monotonic() - begin
-
-
-@contextlib.contextmanager
-def one_lane(job: Job) -> Iterator[GpuLane]:
-    """Yield a GPU's process for the job."""
-    with tempfile.TemporaryDirectory() as folder:
-        lane = GpuLane("GPU", worker_setup(job, job.gpus[0], CompileCache(Path(folder))), print)
-        try:
-            lane.prepare().result()
-            yield lane
-        finally:
-            lane.stop()
 
 
 def regrets(job: Job, chosen: list[dict[int, TilePair]]) -> list[dict[int, float]]:

@@ -98,11 +98,18 @@ def lane_for(record: FileProvenance, sglang: Path | None) -> Iterator[tuple[Job,
     settings = Settings(trials=1, exhaustive=False, budget_s=None, seed=4711)
     routing = parse_routing(record.rows[0].routing)
     job = resolve_job(JobRequest(record.problem, sizes, routing, settings, sglang, Path("none")), card)
+    with one_lane(job) as lane:
+        yield job, lane
+
+
+@contextmanager
+def one_lane(job: Job) -> Iterator[GpuLane]:
+    """Open a GPU's process for a job, with an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
         lane = GpuLane("GPU", worker_setup(job, job.gpus[0], CompileCache(Path(folder))), print)
         try:
             lane.prepare().result()
-            yield job, lane
+            yield lane
         finally:
             lane.stop()
 

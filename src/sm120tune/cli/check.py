@@ -20,7 +20,7 @@ from sm120tune.check.resources import Resources
 from sm120tune.check.rules import rules_of
 from sm120tune.check.server import Server, check_server
 from sm120tune.check.view import ServerView
-from sm120tune.cli.layer import LayerNumbers, experts_and_inter
+from sm120tune.cli.layer import ModelOrNumbers, experts_and_inter
 from sm120tune.cli.model import given_model, model_lines, model_options
 from sm120tune.cli.options import given_or, layer_options, scale_options, sglang_if_there
 from sm120tune.devices import DeviceSpec, find_device, known_devices
@@ -36,10 +36,8 @@ _NAMED_DTYPES = (*UNQUANTIZED, *QUANTIZED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options(LayerNumbers):
+class _Options(ModelOrNumbers):
     paths: tuple[Path, ...]
-    model: str | None
-    force: bool
     device: str | None
     all_cards: bool
     sglang: Path | None
@@ -75,7 +73,7 @@ def _check(options: _Options) -> int:
     for name, value in (("--max-tokens", options.max_tokens), ("--workers", options.workers)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
-    numbers = [*(["--model"] if options.model is not None else []), *options.numbers]
+    numbers = options.layer
     if numbers and options.paths:
         raise UserError(f"{numbers[0]} and {options.paths[0]}: give either a layer's numbers or files, not both")
     if options.all_cards and (numbers or options.device is not None):

@@ -65,3 +65,16 @@ class LayerNumbers:
             zero_points=self.zero_points,
             gated=not self.no_gate,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOrNumbers(LayerNumbers):
+    """The values of ``model_options`` beside them."""
+
+    model: str | None
+    force: bool
+
+    @property
+    def layer(self) -> list[str]:
+        """What was given of a layer, as options."""
+        return [*(["--model"] if self.model is not None else []), *self.numbers]

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from sm120tune.cli.layer import LayerNumbers, experts_and_inter
+from sm120tune.cli.layer import ModelOrNumbers, experts_and_inter
 from sm120tune.cli.model import check_force, check_no_numbers, model_options
 from sm120tune.cli.options import (
     batch_sizes,
@@ -39,10 +39,8 @@ from sm120tune.verify.installed import Wanted, installed_pair
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options(LayerNumbers):
+class _Options(ModelOrNumbers):
     files: tuple[Path, ...]
-    model: str | None
-    force: bool
     sglang: Path | None
     config_dir: Path | None
     batch_sizes: tuple[int, ...]
@@ -51,11 +49,6 @@ class _Options(LayerNumbers):
     seed: int
     preload: Path | None
     as_json: bool
-
-    @property
-    def layer(self) -> list[str]:
-        """What was given of a layer, as options."""
-        return [*(["--model"] if self.model is not None else []), *self.numbers]
 
 
 @click.command("verify", context_settings={"show_default": True})
