@@ -188,6 +188,9 @@ class Hunt:
             step.board.put((Gemm(gemm), Tile.from_row(row)), timing)
 
     async def _time_half(self, step: SearchStep, lane: Timer, half: Half) -> None:
+        if step.board.get(half) is not None:
+            # Another pair's wish for it may have been answered before this one came to its turn.
+            return
         key = (step.m, half)
         if key not in self._inflight:
             self._inflight[key] = _start(self._half(step, lane, half))
