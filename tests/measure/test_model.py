@@ -7,7 +7,7 @@ import pytest
 
 from sm120tune.errors import UserError
 from sm120tune.measure.cost_constants import model_version
-from sm120tune.measure.model import estimate_gemm, estimate_tiles, likely_group
+from sm120tune.measure.model import GROUPS, estimate_gemm, estimate_tiles, likely_group, other_group
 from sm120tune.measure.occupancy import StoredFacts
 from sm120tune.measure.roofline import floor_us, gemm_work
 from sm120tune.measure.routing import BALANCED, UNIFORM, tokens_per_expert
@@ -166,6 +166,11 @@ def test_group_goes_with_the_rows_an_expert_has() -> None:
     assert likely_group(QWEN, Gemm.DOWN, 16384, 128, CARD, BALANCED) == 16
     assert likely_group(QWEN, Gemm.GATE_UP, 16384, 128, CARD, BALANCED) == 1
     assert likely_group(QWEN, Gemm.GATE_UP, 16384, 64, CARD, BALANCED) == 16
+
+
+def test_a_tile_is_repeated_with_the_other_group() -> None:
+    assert [other_group(group) for group in GROUPS] == list(reversed(GROUPS))
+    assert other_group(64) == 1
 
 
 def test_experts_that_fill_the_l2_are_grouped_from_the_second_block_on() -> None:

@@ -23,7 +23,13 @@ from sm120tune.quantization import Granularity
 from sm120tune.tiles import Tile
 
 _HELD_SHARE = 0.5
-"""Of the L2, what one expert's weights may fill and still be there for its next block of rows."""
+"""Of the L2, what one expert's weights may fill and still be there for its next block of rows.
+
+Set, so that the rule does not change with a fit.
+"""
+
+GROUPS = (1, 16)
+"""Values of GROUP_SIZE_M that a tile begins with; others won nothing beyond noise on the recorded tables."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,9 @@ def estimate_tiles(
 
 
 def likely_group(problem: MoEProblem, gemm: Gemm, m: int, block_size_m: int, device: Device, routing: Routing) -> int:
-    """Return the GROUP_SIZE_M to try first, 1 or 16; the formula does not tell values apart.
+    """Return the GROUP_SIZE_M to try first, one of :data:`GROUPS`.
+
+    The formula does not tell values apart.
 
     Blocks that follow each other share an expert's columns when an expert has several blocks of rows. On the recorded
     H200 tables 16 is then as good as 1 or up to 9 % better for down, and for gate_up from about six blocks an expert
@@ -93,6 +101,11 @@ def likely_group(problem: MoEProblem, gemm: Gemm, m: int, block_size_m: int, dev
     blocks_an_expert = float(np.max(load.row_blocks)) / max(1.0, float(np.max(load.touched)))
     read_again = expert_bytes(problem, gemm) > _HELD_SHARE * device.l2_bytes
     return 16 if blocks_an_expert > (1 if gemm is Gemm.DOWN or read_again else 6) else 1
+
+
+def other_group(group: int) -> int:
+    """Return the other one of :data:`GROUPS`: the one to repeat a good tile with."""
+    return GROUPS[0] if group > GROUPS[0] else GROUPS[1]
 
 
 def facts_without_compiling(
