@@ -104,6 +104,7 @@ class Field:
                 row_blocks=self.blocks[np.arange(len(self.us)), np.searchsorted(_ROWS, tile.block_m)],
                 weight_bytes=element,
                 activation_bytes=element,
+                fp8=self.fp8,
                 block_scaled=self.fp8,
                 cold=cold,
             )

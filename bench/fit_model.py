@@ -24,7 +24,7 @@ from sm120tune.devices import DEFAULT_DEVICE_NAME, find_device
 from sm120tune.measure.cost_constants import Constants
 
 OUTPUT = Path(__file__).parents[1] / "src/sm120tune/data/cost_model.json"
-FORMULA = "cost-2"
+FORMULA = "cost-3"
 """To be changed with the formula."""
 
 

@@ -34,6 +34,7 @@ START = Constants(
     shared_gb_s=180.0,
     l2_gb_s=60.0,
     short_row_l2=0.3,
+    l2_held_share=0.4,
     load_us=0.5,
     load_us_per_16k=0.13,
     serial_share=0.5,
@@ -53,16 +54,17 @@ START = Constants(
 )
 OF_TABLES = (
     "launch_us", "bandwidth_share", "short_row_loss", "short_row_growth", "tensor_share", "tensor_share_wgmma",
-    "tensor_share_fp8", "shared_gb_s", "l2_gb_s", "short_row_l2", "load_us", "load_us_per_16k", "serial_share",
-    "scale_us", "rescale_g_s", "block_us", "store_us", "spill_bytes_that_double", "overlap", "step_overlap",
+    "tensor_share_fp8", "shared_gb_s", "l2_gb_s", "short_row_l2", "l2_held_share", "load_us", "load_us_per_16k",
+    "serial_share", "scale_us", "rescale_g_s", "block_us", "store_us", "spill_bytes_that_double", "overlap",
+    "step_overlap",
 )  # fmt: skip
 OF_FIELD = (
     "launch_us", "bandwidth_share", "short_row_loss", "short_row_growth", "tensor_share_fp8", "l2_gb_s", "load_us",
     "block_us", "overlap", "call_us", "quantize_us", "call_cache_share", "hot_share", "empty_block_us",
 )  # fmt: skip
 CARRIED = (
-    "shared_gb_s", "load_us_per_16k", "serial_share", "scale_us", "rescale_g_s", "store_us", "spill_bytes_that_double",
-    "step_overlap",
+    "shared_gb_s", "l2_held_share", "load_us_per_16k", "serial_share", "scale_us", "rescale_g_s", "store_us",
+    "spill_bytes_that_double", "step_overlap",
 )  # fmt: skip
 """From sm90 to sm120: three default tiles cannot tell them apart."""
 SET_ON_SM120 = {"short_row_l2": 0.001}

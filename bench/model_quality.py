@@ -45,6 +45,7 @@ WITHOUT: Mapping[str, Mapping[str, float]] = {
     "all latency of loads": {"load_us": 1e-6, "load_us_per_16k": 1e-6},
     "reads from shared memory": {"shared_gb_s": 1e6},
     "loads through the L2": {"l2_gb_s": 1e6},
+    "weights read again": {"l2_held_share": 2.0},
     "short rows": {"short_row_loss": 1e-3},
     "short rows through the L2": {"short_row_l2": 1e-3},
     "block scales": {"scale_us": 1e-6, "rescale_g_s": 1e6},

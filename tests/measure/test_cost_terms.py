@@ -7,7 +7,7 @@ import pytest
 
 from sm120tune.devices import DEFAULT_DEVICE_NAME, find_device
 from sm120tune.measure.cost_constants import card_class
-from sm120tune.measure.cost_terms import Load, Terms, TileArrays, features, smooth_max, terms
+from sm120tune.measure.cost_terms import FEATURES, Load, Terms, TileArrays, features, smooth_max, terms
 
 CARD = find_device(DEFAULT_DEVICE_NAME)
 HOPPER = find_device("NVIDIA H200")
@@ -18,7 +18,8 @@ PREFILL = Load(1024.0, 2048.0, 131072.0, 256.0, 16384.0, 131072.0, 2048.0, 2.0, 
 
 def tile(**changes: float) -> TileArrays:
     values = {
-        "block_m": 64, "block_n": 64, "block_k": 64, "warps": 4, "stages": 3, "spill_bytes": 0, "occupancy": 2,
+        "block_m": 64, "block_n": 64, "block_k": 64, "group": 1, "warps": 4, "stages": 3, "spill_bytes": 0,
+        "occupancy": 2,
     }  # fmt: skip
     return TileArrays(**{name: np.array([float(changes.get(name, value))]) for name, value in values.items()})
 
@@ -82,6 +83,64 @@ def test_wgmma_only_on_hopper_and_from_64_rows() -> None:
     )
 
 
+def rows_read(load: Load, one: TileArrays, card: object) -> float:
+    """Return how many rows of A and B a step reads from shared memory, those of all warps together."""
+    found = terms(load, one, card, C)  # type: ignore[arg-type]
+    blocks = np.ceil(load.row_blocks * np.ceil(load.n / one.block_n[0]) / card.sm_count)  # type: ignore[attr-defined]
+    a_step = found.shared_reads[0] / (blocks * np.ceil(load.k / one.block_k[0]))
+    return float(a_step * C.shared_gb_s * 1e3 / (one.block_k[0] * np.asarray(load.activation_bytes)))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "warps", "layout"),
+    [
+        (16, 64, 8, (1, 8)), (32, 32, 4, (2, 2)), (32, 32, 8, (2, 4)), (32, 64, 4, (1, 4)), (32, 64, 8, (2, 4)),
+        (64, 32, 4, (2, 2)), (64, 64, 4, (2, 2)), (64, 128, 4, (1, 4)), (64, 128, 8, (2, 4)), (64, 256, 8, (1, 8)),
+        (128, 32, 4, (4, 1)), (128, 64, 4, (2, 2)), (128, 64, 8, (4, 2)), (128, 128, 4, (2, 2)), (128, 128, 8, (2, 4)),
+        (256, 32, 8, (8, 1)), (256, 64, 8, (4, 2)),
+    ],
+)  # fmt: skip
+def test_warps_of_mma_sync_read_as_triton_lays_them_out(m: int, n: int, warps: int, layout: tuple[int, int]) -> None:
+    """``warpsPerCTA`` that Triton 3.8.0 gave these tiles for SM120, bf16 and fp8 alike."""
+    down, across = layout
+    one = tile(block_m=m, block_n=n, warps=warps)
+    assert rows_read(PREFILL, one, CARD) == pytest.approx(across * m + down * n)
+
+
+def test_warpgroups_read_one_operand_each_and_the_other_every_64_rows() -> None:
+    assert rows_read(PREFILL, tile(block_m=64, block_n=128), HOPPER) == pytest.approx(64 + 128)
+    assert rows_read(PREFILL, tile(block_m=64, block_n=128, warps=8), HOPPER) == pytest.approx(2 * 64 + 128)
+    assert rows_read(PREFILL, tile(block_m=128, block_n=128, warps=8), HOPPER) == pytest.approx(128 + 2 * 128)
+    fp8 = replace(PREFILL, weight_bytes=1.0, activation_bytes=1.0, fp8=1.0)
+    # Swapped: the tile's columns are what lies down.
+    assert rows_read(fp8, tile(block_m=32, block_n=128), HOPPER) == pytest.approx(2 * 32 + 128)
+
+
+def test_small_fp8_tiles_are_unpacked_on_hopper_alone() -> None:
+    c = replace(C, tensor_share=0.4, tensor_share_fp8=0.8)
+    eight = replace(PREFILL, weight_bytes=1.0, activation_bytes=1.0)
+    small, swapped = tile(block_m=32, block_n=32), tile(block_m=32, block_n=64)
+
+    def compute(load: Load, one: TileArrays, card: object) -> float:
+        return float(terms(load, one, card, c).compute[0])  # type: ignore[arg-type]
+
+    fp8 = replace(eight, fp8=1.0)
+    assert compute(fp8, small, HOPPER) == pytest.approx(4 * compute(eight, small, HOPPER))
+    assert compute(fp8, swapped, HOPPER) == compute(eight, swapped, HOPPER)
+    assert compute(fp8, small, CARD) == compute(eight, small, CARD)
+
+
+def test_experts_that_the_l2_does_not_hold_are_read_again_for_every_group() -> None:
+    wide = replace(PREFILL, n=7168.0, k=8192.0, touched=8.0, row_blocks=256.0)
+
+    def l2(load: Load, group: int) -> float:
+        return float(terms(load, tile(group=group), CARD, C).l2[0])
+
+    assert l2(wide, 1) > l2(wide, 16) > l2(wide, 64)
+    assert l2(wide, 64) < 1.02 * l2(replace(wide, touched=256.0), 1)
+    assert l2(PREFILL, 1) == l2(PREFILL, 16)
+
+
 def test_dtypes_count_by_their_bytes() -> None:
     fp8 = replace(DECODE, weight_bytes=1.0, activation_bytes=1.0)
     weight_only = replace(DECODE, weight_bytes=1.0)
@@ -123,5 +182,5 @@ def test_smooth_maximum() -> None:
 
 def test_features_are_one_finite_row_a_launch() -> None:
     found = terms(DECODE, tile(), CARD, C)
-    assert features(DECODE, tile(), found).shape == (1, 12)
+    assert features(DECODE, tile(), found).shape == (1, FEATURES)
     assert np.isfinite(features(DECODE, tile(), found)).all()

@@ -211,4 +211,4 @@ def test_bad_m_is_a_user_error() -> None:
 
 
 def test_version_names_the_model() -> None:
-    assert model_version().startswith("cost-2.")
+    assert model_version().startswith("cost-3.")

@@ -49,8 +49,8 @@ def test_h200_constants_choose_well_on_the_tables(path: Path) -> None:
             correlations.append(rank_correlation(one, predicted))
             errors.append(np.abs(predicted / one.us - 1))
     first, five, twenty = (geomean([each[index] for each in found]) for index in range(3))
-    # Few wide experts: nearly all of it is GROUP_SIZE_M, which the model does not know (docs/model.md).
-    limits = (1.05, 1.03, 1.012) if "E8_" in path.stem else (1.03, 1.01, 1.005)
+    # Few wide experts are the noisiest table (docs/model.md).
+    limits = (1.05, 1.03, 1.005) if "E8_" in path.stem else (1.03, 1.01, 1.005)
     assert first < limits[0]
     assert five < limits[1]
     assert twenty < limits[2]
@@ -96,26 +96,17 @@ def test_sm120_constants_predict_public_times_of_default_tiles() -> None:
 
 ASKED = {"M >= 8": (1.05, 1.03, 1.005), "M < 8": (1.10, 1.06, 1.01)}
 """Of the first tile, the best of 5 and of 20 on tables that were not fitted."""
-MISSED = {
-    ("h200_E8_N3584_H4096", "M >= 8", "best of 20"): 1.012,
-    ("h200_E8_N3584_H4096", "M >= 8", "rank correlation"): 0.955,
-    ("h200_E257_N256_H7168_fp8_block", "M < 8", "best of 1"): 1.12,
-    ("h200_E257_N256_H7168_fp8_block", "M < 8", "best of 20"): 1.02,
-    ("h200_E257_N256_H7168_fp8_block", "M >= 8", "rank correlation"): 0.955,
-}
-"""Where the model is worse than that, and what it must not get worse than; docs/model.md says why."""
 
 
-def test_stored_quality_on_what_was_not_fitted_is_what_the_project_asks_for_but_for_known_misses() -> None:
+def test_stored_quality_on_what_was_not_fitted_is_what_the_project_asks_for() -> None:
     quality = DATA["classes"]["sm90"]["quality"]
     assert set(quality) == {path.stem for path in TABLES}
     for table, found in quality.items():
         for band, asked in ASKED.items():
             choice = found["corrected"][band]
             for count, limit in zip((1, 5, 20), asked, strict=True):
-                assert choice[f"best of {count}"] <= MISSED.get((table, band, f"best of {count}"), limit), table
-        large = found["corrected"]["M >= 8"]
-        assert large["rank correlation"] > MISSED.get((table, "M >= 8", "rank correlation"), 0.96), table
+                assert choice[f"best of {count}"] <= limit, table
+        assert found["corrected"]["M >= 8"]["rank correlation"] > 0.96, table
     for name, found in DATA["classes"]["sm120"]["quality"].items():
         median, p90 = (0.05, 0.12) if "tuned" in name else (0.08, 0.30) if "ep > 1" in name else (0.05, 0.20)
         assert found["median"] <= median, name

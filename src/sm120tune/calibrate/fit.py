@@ -25,8 +25,9 @@ Array = npt.NDArray[np.float64]
 
 OF_GEMMS = (
     "launch_us", "bandwidth_share", "short_row_loss", "short_row_growth", "tensor_share", "tensor_share_wgmma",
-    "tensor_share_fp8", "shared_gb_s", "l2_gb_s", "short_row_l2", "load_us", "load_us_per_16k", "serial_share",
-    "scale_us", "rescale_g_s", "block_us", "store_us", "spill_bytes_that_double", "overlap", "step_overlap",
+    "tensor_share_fp8", "shared_gb_s", "l2_gb_s", "short_row_l2", "l2_held_share", "load_us", "load_us_per_16k",
+    "serial_share", "scale_us", "rescale_g_s", "block_us", "store_us", "spill_bytes_that_double", "overlap",
+    "step_overlap",
 )  # fmt: skip
 """Constants that a GEMM's time depends on; the others belong to the rest of the fused call, which is not timed here."""
 

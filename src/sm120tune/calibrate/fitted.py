@@ -17,6 +17,7 @@ from sm120tune.measure.cost_constants import (
     formula_version,
     named_class,
 )
+from sm120tune.measure.cost_terms import FEATURES
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _correction(data: object) -> Correction | None:
         if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in parts[name]):
             raise ValueError(f"model.correction.{name} must be numbers")
     size = len(parts["mean"])
-    if len(parts["scale"]) != size or len(parts["weights"]) != 1 + size + size * (size + 1) // 2 or size != _FEATURES:
+    if len(parts["scale"]) != size or len(parts["weights"]) != 1 + size + size * (size + 1) // 2 or size != FEATURES:
         raise ValueError("model.correction has the wrong sizes")
     if not all(0 < scale < _HUGE for scale in parts["scale"]):
         raise ValueError(f"model.correction.scale must be above 0 and below {_HUGE:g}")
@@ -138,8 +139,6 @@ def _correction(data: object) -> Correction | None:
     return Correction.from_json(parts)
 
 
-_FEATURES = 12
-"""Columns of :func:`sm120tune.measure.cost_terms.features`."""
 _HUGE = 1e6
 """Far beyond any feature or weight; what is larger overflows to times that are no numbers."""
 _MOST_ERROR = 100.0

@@ -47,6 +47,8 @@ class Constants:
     """Loads through the L2, GB/s an SM, all SMs loading."""
     short_row_l2: float
     """Extra time of those loads where a tile's rows are 64 bytes, as a share."""
+    l2_held_share: float
+    """Of the L2, what one expert's weights may fill and still be there for its next blocks of rows."""
     load_us: float
     """Latency of a K step's loads, µs, apart from their size."""
     load_us_per_16k: float
@@ -88,6 +90,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "tensor_share_wgmma": (0.3, 1.0),
     "tensor_share_fp8": (0.3, 1.0),
     "serial_share": (0.01, 3.0),
+    "l2_held_share": (0.05, 2.0),
     "overlap": (1.2, 10.0),
     "step_overlap": (1.2, 10.0),
     "hot_share": (0.2, 1.5),

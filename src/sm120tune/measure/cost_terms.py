@@ -4,7 +4,8 @@ A launch takes ``launch + spilling * smooth maximum of three``:
 
 * ``bandwidth``: operands once through DRAM, weights slower where a tile's rows are short;
 * throughput of the busiest SM: its blocks, one after the other, each K step as long as the slowest of tensor cores
-  (``compute``), operand reads from shared memory (``shared_reads``) and loads through the L2 (``l2``);
+  (``compute``), operand reads from shared memory (``shared_reads``) and loads through the L2 (``l2``), weights that
+  it lost between two blocks of one expert's rows among them;
 * ``latency``: waves of resident blocks, each as long as its start, its K steps and its epilogue take alone. A step
   waits for the part of its loads that ``num_stages - 1`` buffers do not hide, and for a part of its own products.
 
@@ -26,9 +27,12 @@ from sm120tune.measure.occupancy import Device
 
 Array = npt.NDArray[np.float64]
 Numbers = Array | float
+Flags = npt.NDArray[np.bool_]
 
 _WGMMA_ROWS = 64
 _WGMMA_ARCH = 90
+_WARPGROUP = 4
+_MMA_ROWS = 16
 _TENSOR_CORES = 4
 _THREADS_PER_WARP = 32
 _SHORT_ROW = 64.0
@@ -65,6 +69,8 @@ class Load:
     """Of one element of B."""
     activation_bytes: Numbers
     """Of one element of A; C has 16-bit elements whatever the operands are."""
+    fp8: Numbers = 0.0
+    """1 where both operands are fp8, else 0."""
     block_scaled: Numbers = 0.0
     """1 where each K step's products are multiplied by the scales of their blocks before they are added, else 0."""
     cold: Numbers = 1.0
@@ -78,6 +84,8 @@ class TileArrays:
     block_m: Array
     block_n: Array
     block_k: Array
+    group: Array
+    """GROUP_SIZE_M."""
     warps: Array
     stages: Array
     spill_bytes: Array
@@ -96,6 +104,8 @@ class Terms:
     latency: Array
     throughput: Array
     """Smooth maximum of compute, shared_reads and l2."""
+    resident: Array
+    """Blocks that an SM really holds, no time: no more than its part of all blocks, and then less than 1."""
     us: Array
     """The launch's time."""
 
@@ -108,32 +118,35 @@ class Terms:
 
 def terms(load: Load, tile: TileArrays, card: Device, c: Constants) -> Terms:
     """Return the terms of every launch; see the module's text for the formula."""
-    step_flop = 2.0 * tile.block_m * tile.block_n * tile.block_k
+    # wgmma multiplies 64 rows and more; SGLang swaps A and B of fp8 tiles that have only as many columns (swap_ab).
     wgmma = (card.arch == _WGMMA_ARCH) & (tile.block_m >= _WGMMA_ROWS)
+    fp8 = np.asarray(load.fp8) == 1
+    swapped = (card.arch == _WGMMA_ARCH) & fp8 & ~wgmma & (tile.block_n >= _WGMMA_ROWS)
     share = np.where(wgmma, c.tensor_share_wgmma, c.tensor_share)
-    # 8-bit weights beside 16-bit activations are converted and multiplied at 16 bits.
-    share = np.where(np.asarray(load.activation_bytes) == 1, 2 * c.tensor_share_fp8, share)
+    # 8-bit weights beside 16-bit activations are converted and multiplied at 16 bits; so is fp8 on Hopper's mma.sync.
+    unpacked = (card.arch == _WGMMA_ARCH) & fp8 & ~wgmma & ~swapped
+    share = np.where((np.asarray(load.activation_bytes) == 1) & ~unpacked, 2 * c.tensor_share_fp8, share)
+    step_flop = 2.0 * tile.block_m * tile.block_n * tile.block_k
     tensor_us = step_flop / (card.bf16_flops / card.sm_count * share) * 1e6
 
-    # Each warp reads its operands itself (mma.sync); wgmma reads A once and B for every 64 rows.
-    down = np.where(wgmma, np.maximum(1, tile.block_m / _WGMMA_ROWS), np.minimum(tile.warps, tile.block_m / 16))
-    across = np.where(wgmma, 1, np.maximum(1, tile.warps / down))
+    reads_of_a, reads_of_b = _reads(tile, wgmma, swapped)
     row_of_a, row_of_b = tile.block_k * load.activation_bytes, tile.block_k * load.weight_bytes
-    shared_us = (tile.block_m * across * row_of_a + tile.block_n * down * row_of_b) / (c.shared_gb_s * 1e3)
+    shared_us = (tile.block_m * reads_of_a * row_of_a + tile.block_n * reads_of_b * row_of_b) / (c.shared_gb_s * 1e3)
 
     # Rows of padding are masked out, not loaded.
     used_rows = np.minimum(tile.block_m, load.rows / np.maximum(1, load.row_blocks))
     loaded = used_rows * row_of_a + tile.block_n * row_of_b
     rows_of_a = used_rows * row_of_a * (1 + c.short_row_l2 * _shortness(row_of_a))
     rows_of_b = tile.block_n * row_of_b * (1 + c.short_row_l2 * _shortness(row_of_b))
-    l2_us = (rows_of_a + rows_of_b) / (c.l2_gb_s * 1e3)
-
-    blocks = load.row_blocks * np.ceil(load.n / tile.block_n)
+    columns = np.ceil(load.n / tile.block_n)
+    blocks = load.row_blocks * columns
     steps = np.ceil(load.k / tile.block_k)
+    again = _read_again(load, tile, columns, card, c) * tile.block_n * row_of_b
+    l2_us = (rows_of_a + rows_of_b) / (c.l2_gb_s * 1e3) + again / (card.bandwidth / card.sm_count) * 1e6
     busiest = np.ceil(blocks / card.sm_count) * steps
 
-    # A warp feeds one of the SM's four tensor cores.
-    serial_us = tensor_us * c.serial_share * _TENSOR_CORES / np.minimum(_TENSOR_CORES, tile.warps)
+    # A warp feeds one of the SM's four tensor cores; of two on one, the other multiplies while the first one waits.
+    serial_us = tensor_us * c.serial_share * _TENSOR_CORES / tile.warps
     load_us = (c.load_us + c.load_us_per_16k * loaded / 16384) / np.maximum(1, tile.stages - 1)
     store_us = c.store_us * tile.block_m * tile.block_n / (_THREADS_PER_WARP * tile.warps)
     # Block scales: loaded in the step that needs them, whatever num_stages, and multiplied into all of its products.
@@ -158,14 +171,16 @@ def terms(load: Load, tile: TileArrays, card: Device, c: Constants) -> Terms:
         l2=busiest * l2_us,
         latency=latency,
         throughput=throughput,
+        resident=np.minimum(tile.occupancy, blocks / card.sm_count),
         us=c.launch_us + spilling * smooth_max(c.overlap, bandwidth, throughput, latency),
     )
 
 
 def features(load: Load, tile: TileArrays, found: Terms) -> Array:
-    """Return what the learned correction sees of each launch: ``[launches, 12]``."""
+    """Return what the learned correction sees of each launch: ``[launches, FEATURES]``."""
     us = found.us
     used = np.minimum(1.0, load.rows / np.maximum(1, load.row_blocks) / tile.block_m)
+    staged = tile.stages * tile.block_k * (tile.block_m * load.activation_bytes + tile.block_n * load.weight_bytes)
     found_columns = (
         np.log2(tile.block_m),
         np.log2(tile.block_n),
@@ -179,8 +194,54 @@ def features(load: Load, tile: TileArrays, found: Terms) -> Array:
         np.log2(np.maximum(used, 1e-3)),
         np.log1p(tile.spill_bytes / 50),
         np.where(tile.block_m >= _WGMMA_ROWS, 1.0, 0.0),
+        np.log2(np.ceil(load.k / tile.block_k)),
+        np.log2(staged),
+        np.log(np.maximum(_NOTHING, found.compute) / us),
+        np.log2(np.maximum(found.resident * tile.warps, 1e-3)),
     )
     return np.stack([np.broadcast_to(column, us.shape) for column in found_columns], axis=-1)
+
+
+FEATURES = 16
+"""Columns of :func:`features`."""
+
+
+def _reads(tile: TileArrays, wgmma: Flags, swapped: Flags) -> tuple[Array, Array]:
+    """Return how often A and B of a step are read from shared memory.
+
+    wgmma: the operand that lies across once for every 64 rows of the other, which each warpgroup beside another reads
+    itself. mma.sync: each warp reads what it multiplies, and Triton lays the warps out so that they read least, rather
+    along N where two layouts read as much (``warpsPerCTA`` of 3.6.0 on SM90 and 3.8.0 on SM120).
+    """
+    beside, of_rows = _warpgroup_reads(tile.block_m, tile.warps)
+    of_columns, beside_swapped = _warpgroup_reads(tile.block_n, tile.warps)[::-1]
+    down, least = np.ones_like(tile.warps), tile.warps * tile.block_m + tile.block_n
+    for rows in (2, 4, 8):
+        read = tile.warps / rows * tile.block_m + rows * tile.block_n
+        better = (rows <= tile.warps) & (rows * _MMA_ROWS <= tile.block_m) & (read < least)
+        down, least = np.where(better, rows, down), np.where(better, read, least)
+    of_a = np.where(wgmma, beside, np.where(swapped, of_columns, tile.warps / down))
+    of_b = np.where(wgmma, of_rows, np.where(swapped, beside_swapped, down))
+    return of_a, of_b
+
+
+def _warpgroup_reads(rows: Array, warps: Array) -> tuple[Array, Array]:
+    """Return how often warpgroups read the operand that has these rows, and the other."""
+    groups = np.maximum(1, rows / _WGMMA_ROWS)
+    return np.maximum(1, warps / _WARPGROUP / groups), groups
+
+
+def _read_again(load: Load, tile: TileArrays, columns: Array, card: Device, c: Constants) -> Array:
+    """Return the share of a block's weights that comes from memory although a block of the same expert had it before.
+
+    Within a group the next block of an expert's rows follows at once and finds its columns in the L2. From one group to
+    the next all columns lie between, in part run at the same time, and what of them the L2 does not hold is lost.
+    """
+    lost = np.maximum(0, 1 - c.l2_held_share * card.l2_bytes / (load.n * load.k * load.weight_bytes))
+    at_once = np.minimum(load.row_blocks * columns, card.sm_count * tile.occupancy)
+    apart = np.minimum(1, tile.group * columns / np.maximum(1, at_once))
+    an_expert = np.maximum(1, load.row_blocks / np.maximum(1, load.touched))
+    return np.asarray(lost * apart * (an_expert - 1) / an_expert / tile.group)
 
 
 def _shortness(row_bytes: Numbers) -> Numbers:
