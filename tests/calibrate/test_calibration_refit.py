@@ -37,7 +37,7 @@ from sm120tune.problem import Gemm
 from sm120tune.tiles import Tile
 
 CARD = find_device(DEFAULT_DEVICE_NAME)
-ON_A_GPU = Path(__file__).parents[2] / "bench" / "results" / "calibration_h200_from_sm120.json"
+ON_A_GPU = Path(__file__).parents[1] / "data" / "calibration_h200_cost_1.json"
 SIZES = (1, 64, 4096)
 
 

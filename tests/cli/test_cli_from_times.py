@@ -18,7 +18,7 @@ from sm120tune.calibrate.file import read_file
 from sm120tune.devices import find_device
 from sm120tune.measure.cost_constants import formula_version, model_version
 
-ON_A_GPU = Path(__file__).parents[2] / "bench" / "results" / "calibration_h200_from_sm120.json"
+ON_A_GPU = Path(__file__).parents[1] / "data" / "calibration_h200_cost_1.json"
 CARD = "NVIDIA H200"
 
 
