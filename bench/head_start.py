@@ -1,6 +1,6 @@
 """What the model's first candidates save on a GPU: whole runs with and without them, each from cold caches.
 
-    python bench/head_start.py --trials 4,8,16,24 --trials-without 8,16,24,48,96 --json head_start.json -- \
+    python bench/head_start.py --trials 4,8,16,24 --trials-without 8,16,24,48,96 --json head_start.json \
         --experts 256 --inter 512 --hidden 2048 --topk 8
 
 Runs the product's own search once for each number of trials per M, in this process: processes that compile and one
@@ -25,10 +25,10 @@ from statistics import geometric_mean, median
 from typing import Any
 from unittest import mock
 
+from layer_arguments import add_layer_arguments, layer_of
 from performance import one_lane, repeated_race
 
 import sm120tune.seeds as seeds_module
-from sm120tune.cli.targets import LayerOptions
 from sm120tune.job import Job, Settings
 from sm120tune.measure.routing import parse_routing
 from sm120tune.observer import Silent
@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, help="compile processes")
     parser.add_argument("--sglang", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("layer", nargs="*", help="numbers of a layer, after --")
+    add_layer_arguments(parser)
     args = parser.parse_args()
     job = _job(args)
     runs: list[dict[str, Any]] = []
@@ -112,16 +112,8 @@ def main() -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    layer = argparse.ArgumentParser(prog="head_start.py --")
-    for name in ("experts", "inter", "hidden", "topk", "group-size", "shared-experts"):
-        layer.add_argument(f"--{name}", type=int)
-    for name in ("dtype", "block-shape"):
-        layer.add_argument(f"--{name}")
-    layer.add_argument("--tp", type=int, default=1)
-    numbers = {name: value for name, value in vars(layer.parse_args(args.layer)).items() if value is not None}
-    (target,) = LayerOptions(**{**numbers, "tp": (numbers["tp"],)}).targets()
     settings = Settings(trials=1, exhaustive=False, budget_s=None, seed=args.seed)
-    request = JobRequest(target.problem, SIZES, parse_routing("uniform"), settings, args.sglang, Path("none"))
+    request = JobRequest(layer_of(args), SIZES, parse_routing("uniform"), settings, args.sglang, Path("none"))
     return resolve_job(request, resolve_card(CardRequest(None, None, None, "cuda")))
 
 

@@ -24,7 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sm120tune.cli.options import scale_shape
+from layer_arguments import add_layer_arguments, layer_of
+
 from sm120tune.compiler.cache import CompileCache
 from sm120tune.compiler.facts import TileFacts
 from sm120tune.compiler.pool import CompilePool
@@ -35,7 +36,7 @@ from sm120tune.measure.gpu_lane import GpuLane
 from sm120tune.measure.results import GemmRequest, Measured
 from sm120tune.measure.routing import parse_routing
 from sm120tune.measure.table import TableRow, write_table
-from sm120tune.problem import Gemm, MoEProblem
+from sm120tune.problem import Gemm
 from sm120tune.resolve import CardRequest, JobRequest, resolve_card, resolve_job
 from sm120tune.search_space import SpaceLimits, cut_reason
 from sm120tune.state import cache_root
@@ -180,14 +181,7 @@ def circumstances(job: Job) -> dict[str, Any]:
 def main() -> int:
     """Record one table; exit 1 when the time limit came first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("--experts", "--inter", "--hidden", "--topk"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--shared-experts", type=int, default=0)
-    parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--block-shape", help="for example 128,128")
-    parser.add_argument("--per-channel", action="store_true")
-    parser.add_argument("--group-size", type=int)
+    add_layer_arguments(parser)
     parser.add_argument("--gpus", default="0", help="one GPU")
     parser.add_argument("--sglang", type=Path)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
@@ -196,15 +190,12 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     begin = time.monotonic()
-    problem = MoEProblem.from_parallelism(
-        experts=args.experts, tp=args.tp, inter=args.inter, hidden=args.hidden, topk=args.topk,
-        shared_experts=args.shared_experts, dtype=args.dtype, per_channel_quant=args.per_channel,
-        block_shape=scale_shape(args.block_shape, args.group_size),
-    )  # fmt: skip
     sizes = tuple(int(m) for m in args.sizes.split(","))
     settings = Settings(trials=1, exhaustive=True, budget_s=None, seed=0)
     card = resolve_card(CardRequest(None, None, args.gpus, "cuda"))
-    request = JobRequest(problem, sizes, parse_routing("uniform"), settings, args.sglang, Path("generated_configs"))
+    request = JobRequest(
+        layer_of(args), sizes, parse_routing("uniform"), settings, args.sglang, Path("generated_configs")
+    )
     job = resolve_job(request, card)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     cache = CompileCache(cache_root() / "compile")
