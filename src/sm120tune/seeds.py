@@ -15,7 +15,7 @@ from sm120tune.tiles import Tile, TilePair
 from sm120tune.upstream.shipped import ShippedRows
 
 _MODEL_SEEDS = 16
-"""With them 16 trials choose as well on recorded tables as 48 with a plain roofline did (bench/search_quality.py)."""
+"""With them 16 trials choose better on recorded tables than 48 without (bench/search_quality.py)."""
 _REGROUPED = 4
 """One in so many of them repeats a better pair with the other GROUP_SIZE_M."""
 
