@@ -20,12 +20,16 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keep the product's and Triton's caches of a test run, and of its child processes, out of the user's."""
+    """Keep the product's and Triton's caches of a test run, and of its child processes, out of the user's.
+
+    The user's own folder of config files stays out of it too.
+    """
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SM120TUNE_TEST_CACHE", str(CACHE))
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+        patch.delenv("SGLANG_MOE_CONFIG_DIR", raising=False)
         # A user's Python writes bytecode; what imports SGLang must not leave any in its tree even so.
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         yield folder

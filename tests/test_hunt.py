@@ -49,8 +49,7 @@ def lane() -> Iterator[SyntheticLane]:
 
 
 @pytest.fixture
-def job(sglang_0_5_23: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.delenv("SGLANG_MOE_CONFIG_DIR", raising=False)
+def job(sglang_0_5_23: Path, tmp_path: Path) -> Job:
     return make_job(sglang_0_5_23, tmp_path / "out", batch_sizes=SIZES, trials=TRIALS)
 
 

@@ -33,11 +33,6 @@ RTX_5090 = "NVIDIA GeForce RTX 5090"
 SETTINGS = Settings(10, False, None, 0)
 
 
-@pytest.fixture(autouse=True)
-def _no_folder_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SGLANG_MOE_CONFIG_DIR", raising=False)
-
-
 def gpu(index: int, name: str = H200, free: int = 100 * 2**30) -> LocalGPU:
     return LocalGPU(index, str(index), f"GPU-{index}", find_device(name), "580.1", free, 140 * 2**30, 0, 0)
 

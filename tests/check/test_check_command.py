@@ -41,8 +41,7 @@ class Command:
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    monkeypatch.delenv("SGLANG_MOE_CONFIG_DIR", raising=False)
+def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
     handler = signal.getsignal(signal.SIGTERM)
     yield Command(capsys)
     signal.signal(signal.SIGTERM, handler)

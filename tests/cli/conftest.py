@@ -29,7 +29,6 @@ def command(
     empty = replace(line, cache=tmp_path / "cache")
     monkeypatch.chdir(line.folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(empty.cache))
-    monkeypatch.delenv("SGLANG_MOE_CONFIG_DIR", raising=False)
     monkeypatch.setattr(cli, "ask_early", lambda: None)
     handler = signal.getsignal(signal.SIGTERM)
     yield InProcess(empty, capsys)

@@ -8,11 +8,6 @@ import pytest
 from made_pairs import Maker, copied
 
 
-@pytest.fixture(autouse=True)
-def no_config_dir(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SGLANG_MOE_CONFIG_DIR", raising=False)
-
-
 @pytest.fixture
 def maker(sglang_0_5_23: Path, tmp_path: Path) -> Maker:
     """Return a writer of pairs for a copy of the newest release without its config files."""
