@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from documents import put_table
 from model_tables import Recorded, geomean, rank_correlation, recorded, regrets
 
 from sm120tune.calibrate.applied import with_calibration
@@ -54,7 +54,7 @@ _COLUMNS = (
     "calibrated on", "predicted", "before: median / p90", "after: median / p90", "order", "first", "margin",
     "holds / at the worst M",
 )  # fmt: skip
-_MARK = "<!-- bench/calibration_quality.py: {} -->"
+_SCRIPT = "bench/calibration_quality.py"
 
 
 @dataclass(frozen=True)
@@ -200,17 +200,6 @@ def _own_class(tables: Mapping[Path, Recorded]) -> CardClass:
     return card_class(next(iter(tables.values())).device.arch)
 
 
-def update(path: Path, lines: Sequence[str]) -> None:
-    """Put the table into a document; raises SystemExit where it has no place for it."""
-    text = path.read_text(encoding="utf-8")
-    begin, end = (re.escape(_MARK.format(word)) for word in ("begin", "end"))
-    middle = "\n".join(lines)
-    new, count = re.subn(f"(?s)({begin}\n).*?({end})", lambda found: f"{found[1]}\n{middle}\n\n{found[2]}", text)
-    if count != 1:
-        raise SystemExit(f"{path} must have {_MARK.format('begin')} and {_MARK.format('end')} once")
-    path.write_text(new, encoding="utf-8")
-
-
 def main() -> int:
     """Print one block of rows for each table that a calibration is made on, and for each file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -231,7 +220,7 @@ def main() -> int:
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---|---|" + "---:|" * (len(_COLUMNS) - 2)]
     lines += ["| " + " | ".join(row) + " |" for row in every]
     if args.update is not None:
-        update(args.update, lines)
+        put_table(args.update, _SCRIPT, lines)
     print("\n".join(lines))
     return 0
 

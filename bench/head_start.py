@@ -30,6 +30,7 @@ from performance import one_lane, repeated_race
 
 import sm120tune.seeds as seeds_module
 from sm120tune.job import Job, Settings
+from sm120tune.measure.cost_constants import version_for
 from sm120tune.measure.routing import parse_routing
 from sm120tune.observer import Silent
 from sm120tune.resolve import CardRequest, JobRequest, resolve_card, resolve_job
@@ -106,7 +107,10 @@ def main() -> int:
     for run, regret in zip(runs, regrets(job, chosen), strict=True):
         run["regret"] = regret
     if args.json:
-        args.json.write_text(json.dumps({"problem": job.problem.to_json(), "runs": runs}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"problem": job.problem.to_json(), "model": version_for(job.device), "runs": runs}, indent=1)
+            + "\n"
+        )
     show(runs)
     return 0
 

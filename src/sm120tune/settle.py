@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 from sm120tune.accuracy import ErrorMeasure, is_correct
 from sm120tune.compiler.pool import VariantPool
+from sm120tune.estimates import estimated_ratio, out_of_reach
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
-from sm120tune.measure.cost_constants import fitted_class
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import VerifyRequest
 from sm120tune.provenance import RowProvenance, RowStatus
 from sm120tune.racing import race_against, race_beside
 from sm120tune.rows import Decision, make_row, why_not_runnable
-from sm120tune.search.race import ESTIMATE_LEAST_M, Ratio, compare_estimates
+from sm120tune.search.race import Ratio
 from sm120tune.search.step import SearchStep
 from sm120tune.tiles import TilePair
 from sm120tune.tma import TMA_FINALISTS, tma_variants
@@ -108,8 +108,8 @@ class Settler:
     async def verify(self, m: int, lane: Timer) -> None:
         """Find the best finalist whose result is right; one that is wrong is never written."""
         final = self._finals[m]
-        if self._job.timer == "model" and m < ESTIMATE_LEAST_M:
-            final.note = f"an estimate changes no row below M={ESTIMATE_LEAST_M}"
+        final.note = out_of_reach(self._job, m, today_runs=final.runnable_today is not None)
+        if final.note:
             return
         for pair in final.order:
             if self._rank(final, pair) >= 1.0 and final.runnable_today is not None:
@@ -131,9 +131,7 @@ class Settler:
             return
         if self._job.timer == "model":
             winner_us, today_us = final.lanes[final.winner][0], final.lanes[final.runnable_today][0]
-            final.ratio = compare_estimates(
-                winner_us, today_us, fitted_class(self._job.device).margin(m, self._job.problem.dtype)
-            )
+            final.ratio = estimated_ratio(self._job, m, winner_us, today_us)
             return
         found = await race_against(lane, m, final.runnable_today, final.winner)
         if isinstance(found, Failure):

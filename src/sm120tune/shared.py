@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 
 from sm120tune.accuracy import is_correct
 from sm120tune.compiler.pool import VariantPool
+from sm120tune.estimates import estimated_ratio, out_of_reach
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
-from sm120tune.measure.cost_constants import fitted_class
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import VerifyRequest
 from sm120tune.problem import MoEProblem
 from sm120tune.provenance import RowProvenance, RowStatus
 from sm120tune.racing import race_against, race_beside
 from sm120tune.rows import Decision, Samples, make_row, why_not_runnable
-from sm120tune.search.race import ESTIMATE_LEAST_M, Ratio, compare_estimates
+from sm120tune.search.race import Ratio
 from sm120tune.tiles import TilePair
 
 FINALISTS_OF_EACH = 3
@@ -89,7 +89,7 @@ class SharedChoice:
         """
         for m in self._sizes:
             views = [views[m] for views in self._views]
-            if self._jobs[0].timer == "model" and m < ESTIMATE_LEAST_M:
+            if any(out_of_reach(job, m, today_runs=view.today is not None) for job, view in self._each(m)):
                 continue
             common = [pair for pair in self._candidates[m] if all(_no_slower(pair, view) for view in views)]
             if common:
@@ -117,8 +117,7 @@ class SharedChoice:
             return
         if job.timer == "model":
             view.decided = {pair: view.samples[pair] for pair in (winner, view.today)}
-            margin = fitted_class(job.device).margin(m, job.problem.dtype)
-            view.ratio = compare_estimates(view.median(winner), view.median(view.today), margin)
+            view.ratio = estimated_ratio(job, m, view.median(winner), view.median(view.today))
             return
         raced = await race_against(lane, m, view.today, winner)
         if isinstance(raced, Failure):
@@ -147,7 +146,8 @@ class SharedChoice:
         if winner is None:
             if m in self.missing:
                 return None
-            return self._kept_row(m, "no other pair is as fast in every layer")
+            told = (out_of_reach(job, m, today_runs=view.today is not None) for job, view in self._each(m))
+            return self._kept_row(m, next(filter(None, told), "no other pair is as fast in every layer"))
         refused = [f"{job.problem}: {view.refused}" for job, view in self._each(m) if view.refused]
         self.failures += Counter(view.refused for view in views if view.refused)
         compared = [(view.ratio, index) for index, view in enumerate(views) if view.ratio is not None]

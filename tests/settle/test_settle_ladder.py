@@ -181,6 +181,33 @@ def test_estimates_are_marked_and_change_nothing_where_the_model_is_unproven(
     assert rows[4096].ratio < 0.95
 
 
+def test_an_estimate_changes_no_row_of_a_file_but_one_that_cannot_run(
+    sglang_0_5_23: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(sglang_0_5_23, tmp_path / "out", batch_sizes=(64, 4096), trials=20, timer="model")
+    slow = Tile(16, 32, 64, 1, num_warps=4, num_stages=2)
+    too_large = Tile(256, 256, 128, 1, num_warps=8, num_stages=4)
+    rows = {64: slow, 4096: too_large}
+    folder = config_folder(tmp_path / "served", job, rows, rows)
+    monkeypatch.setenv("SGLANG_MOE_CONFIG_DIR", str(folder))
+    job = make_job(sglang_0_5_23, tmp_path / "out", batch_sizes=(64, 4096), trials=20, timer="model")
+    assert job.today(64).pair == TilePair.same(slow)
+
+    def facts(spec: CompileSpec) -> TileFacts | None:
+        own = isinstance(spec.variant, Variant) and spec.variant.tile == too_large
+        return TileFacts(job.device.shared_memory_per_block + 1, 128, 0, 8) if own else None
+
+    found = by_m(run(job, ModelLane(job.problem, job.device, UNIFORM), StubPool(facts)))
+    assert (found[64].status, found[64].chosen) == (RowStatus.KEPT, TilePair.same(slow))
+    assert "a file for this card" in found[64].note
+    assert found[4096].status is RowStatus.TUNED
+    assert "cannot run" in found[4096].note
+    # Beside the built-in default the same M gains.
+    monkeypatch.delenv("SGLANG_MOE_CONFIG_DIR")
+    job = make_job(sglang_0_5_23, tmp_path / "out", batch_sizes=(64,), trials=20, timer="model")
+    assert by_m(run(job, ModelLane(job.problem, job.device, UNIFORM)))[64].status is RowStatus.TUNED
+
+
 def test_an_estimate_takes_no_tile_that_spills(sglang_0_5_23: Path, tmp_path: Path, run: Run) -> None:
     job = make_job(sglang_0_5_23, tmp_path / "out", batch_sizes=(4096,), trials=20, timer="model")
     lane = ModelLane(job.problem, job.device, UNIFORM)
