@@ -23,6 +23,7 @@ from sm120tune.problem import Gemm
 from sm120tune.search.board import Half, halves
 from sm120tune.search.journal import Journal
 from sm120tune.tiles import Tile
+from sm120tune.upstream.arguments import Variant
 
 cost = partial(bowl, Gemm.DOWN)
 
@@ -176,6 +177,28 @@ def test_a_later_run_remembers_what_was_exchanged(job: Job, lane: SyntheticLane,
         assert second_lane.gemms == []
     finally:
         second_lane.stop()
+
+
+def test_a_trial_whose_compiler_was_killed_is_tried_again_by_the_next_run(
+    job: Job, lane: SyntheticLane, tmp_path: Path
+) -> None:
+    killed: list[CompileSpec] = []
+
+    def fault(spec: CompileSpec) -> Failure | None:
+        if isinstance(spec.variant, Variant) and len(killed) < 3:
+            killed.append(spec)
+            return Failure(FailureKind.COMPILE_KILLED, "the compiler process died (exit code -9)")
+        return None
+
+    journal = journal_of(job, tmp_path)
+    hunt = begun(job, StubPool(fault), journal, lane)
+    told = sum(step.told for step in hunt.steps.values())
+    kept = [trial for m in SIZES for trial in journal.trials(m)]
+    assert told - len(killed) <= len(kept) < told
+    assert not any("compile_killed" in str(trial.user_attrs) for trial in kept)
+    again = begun(job, pool := StubPool(), journal_of(job, tmp_path), lane)
+    assert again.resumed == len(kept)
+    assert set(killed) <= set(pool.submitted)
 
 
 def test_an_exchanged_failure_is_remembered_too(job: Job, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from synthetic import RIGHT, SMALL, WRONG, Cost, StubPool, SyntheticLane, bowl, 
 
 import sm120tune.tune as module
 from sm120tune.accuracy import ErrorMeasure
+from sm120tune.compiler import CompileSpec
 from sm120tune.errors import UserError
+from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
 from sm120tune.measure.results import VerifyRequest
 from sm120tune.observer import Silent
@@ -22,6 +24,7 @@ from sm120tune.search.board import halves
 from sm120tune.tiles import Tile
 from sm120tune.tune import Outcome, RunOptions, tune
 from sm120tune.tune_shared import tune_shared
+from sm120tune.upstream.arguments import Variant
 
 NARROW = SMALL
 WIDE = replace(SMALL, hidden=1024, topk=4)
@@ -113,6 +116,27 @@ def test_a_row_that_one_layer_loses_by_is_today_s(tune_both: Run, sglang_0_5_23:
     assert {m: row.chosen for m, row in kept.items()} == today
     assert all(row.today_us == row.chosen_us and row.repetitions for row in kept.values())
     assert all(row.note == "no other pair is as fast in every layer" for row in kept.values())
+
+
+def test_where_nothing_is_known_of_todays_pair_in_one_layer_it_stays(
+    tune_both: Run, sglang_0_5_23: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    today = make_job(sglang_0_5_23, tmp_path / "out").today(64).pair
+    assert today is not None
+
+    def fault(spec: CompileSpec) -> Failure | None:
+        own = isinstance(spec.variant, Variant) and spec.variant.tile == today.gate_up and spec.problem == WIDE
+        return Failure(FailureKind.COMPILE_KILLED, "exit code -9") if own else None
+
+    monkeypatch.setattr(module, "CompilePool", lambda *_args: StubPool(fault))
+    outcome, jobs = tune_both({NARROW.hidden: bowl, WIDE.hidden: bowl})
+    rows = {row.m: row for row in outcome.result.rows}
+    left = [m for m in SIZES if jobs[0].today(m).pair == today]
+    assert 64 in left
+    for m in left:
+        assert (rows[m].status, rows[m].chosen) == (RowStatus.KEPT, today)
+        assert "compile_killed: exit code -9" in rows[m].note
+    assert {m for m in SIZES if m not in left} <= set(tuned(outcome))
 
 
 def test_a_pair_that_is_wrong_for_one_layer_is_never_written(tune_both: Run) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.errors import UserError
+from sm120tune.estimates import estimated_ratio
 from sm120tune.failures import Failure
 from sm120tune.job import Job
-from sm120tune.measure.cost_constants import fitted_class
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import RaceRequest
 from sm120tune.rows import why_not_runnable
-from sm120tune.search.race import Ratio, compare, compare_estimates
+from sm120tune.search.race import Ratio, compare
 from sm120tune.tiles import TilePair
 
 REPEATS = 3
@@ -129,7 +129,7 @@ async def compare_ladders(
 async def _why_not(job: Job, pool: VariantPool, lane: Timer, m: int, side: tuple[TilePair | None, str]) -> str:
     """Return why a side has nothing to run, or an empty text."""
     pair, problem = side
-    return problem if pair is None else await why_not_runnable(job, pool, m, pair, lane=lane) or ""
+    return problem if pair is None else str(await why_not_runnable(job, pool, m, pair, lane=lane) or "")
 
 
 async def _race(job: Job, lane: Timer, m: int, a: TilePair, b: TilePair) -> Compared:
@@ -139,11 +139,11 @@ async def _race(job: Job, lane: Timer, m: int, a: TilePair, b: TilePair) -> Comp
     for _ in range(1 if estimated else REPEATS):
         lanes = await asyncio.wrap_future(lane.race(RaceRequest(m, distinct, ROUNDS)))
         if isinstance(lanes, Failure):
-            return Compared(m, a, b, problem=f"{lanes.kind.value}: {lanes.message}")
+            return Compared(m, a, b, problem=str(lanes))
         for one in lanes:
             samples[one.pair] += one.samples_us
     if estimated and a != b:
-        ratio = compare_estimates(samples[a][0], samples[b][0], fitted_class(job.device).margin(m, job.problem.dtype))
+        ratio = estimated_ratio(job, m, samples[a][0], samples[b][0])
     else:
         ratio = Ratio(1.0, 1.0, 1.0) if a == b else compare(samples[a], samples[b])
     return Compared(m, a, b, statistics.median(samples[a]), statistics.median(samples[b]), ratio)

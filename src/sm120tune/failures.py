@@ -14,11 +14,19 @@ class FailureKind(enum.StrEnum):
     SPILLS = "spills"
     COMPILE_CRASH = "compile_crash"
     COMPILE_TIMEOUT = "compile_timeout"
+    COMPILE_KILLED = "compile_killed"
+    """The compiler was ended from outside: the machine was short of memory, or a person did it."""
     LAUNCH_ERROR = "launch_error"
     ILLEGAL_ACCESS = "illegal_access"
     WRONG_RESULT = "wrong_result"
     TIMEOUT = "timeout"
     OUT_OF_MEMORY = "out_of_memory"
+    NOT_RECORDED = "not_recorded"
+    """A replay's table does not have it."""
+
+
+INCONCLUSIVE = frozenset({FailureKind.COMPILE_TIMEOUT, FailureKind.COMPILE_KILLED, FailureKind.NOT_RECORDED})
+"""What tells more of the machine's load, or of a table, than of the candidate: another time it may run."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,9 @@ class Failure:
 
     kind: FailureKind
     message: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}: {self.message}"
 
     def to_json(self) -> dict[str, str]:
         """Return a JSON object that :meth:`from_json` reads back."""

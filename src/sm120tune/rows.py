@@ -77,8 +77,8 @@ def make_row(job: Job, m: int, decision: Decision) -> RowProvenance:
 
 async def why_not_runnable(
     job: Job, pool: VariantPool, m: int, pair: TilePair, *, spills: bool = True, lane: Timer | None = None
-) -> str | None:
-    """Return why a binary of the pair's chain cannot run on the card, as ``kind: reason``, or None when all can.
+) -> Failure | None:
+    """Return why a binary of the pair's chain cannot run on the card, or None when all can.
 
     Without ``spills`` one that keeps registers in memory does not count as running. A ``lane`` that estimates, and has
     not searched this M itself, is told each GEMM's binary.
@@ -86,9 +86,9 @@ async def why_not_runnable(
     for spec in job.chain_specs(m, pair):
         outcome = within_limits(await asyncio.wrap_future(pool.submit(spec)), job.limits)
         if isinstance(outcome, Failure):
-            return f"{outcome.kind.value}: {outcome.message}"
+            return outcome
         if outcome.spill_bytes and not spills:
-            return f"{FailureKind.REGISTERS.value}: spills {outcome.spill_bytes} B a thread"
+            return Failure(FailureKind.REGISTERS, f"spills {outcome.spill_bytes} B a thread")
         if lane is not None and job.timer == "model" and isinstance(spec.variant, Variant):
             lane.time_gemm(GemmRequest(m, spec.variant.gemm, spec.variant.tile), outcome)
     return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sm120tune.accuracy import ErrorMeasure, is_correct
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.estimates import estimated_ratio, out_of_reach
-from sm120tune.failures import Failure, FailureKind
+from sm120tune.failures import INCONCLUSIVE, Failure, FailureKind
 from sm120tune.job import Job
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import VerifyRequest
@@ -43,6 +43,11 @@ class _Final:
     ratio: Ratio | None = None
     failures: Counter[str] = field(default_factory=Counter)
     note: str = ""
+
+    def leave(self, why: Failure) -> None:
+        """Keep today's pair without a comparison: nothing was found out of it."""
+        self.runnable_today = self.today.pair
+        self.note = f"not compared: nothing is known of today's pair ({why})"
 
 
 class Settler:
@@ -81,8 +86,12 @@ class Settler:
         if final.today.pair is None:
             final.today_problem = final.today.problem
         else:
-            final.today_problem = await why_not_runnable(self._job, self._pool, m, final.today.pair) or ""
-            final.runnable_today = None if final.today_problem else final.today.pair
+            problem = await why_not_runnable(self._job, self._pool, m, final.today.pair)
+            if problem is not None and problem.kind in INCONCLUSIVE:
+                final.leave(problem)
+                return
+            final.today_problem = str(problem or "")
+            final.runnable_today = final.today.pair if problem is None else None
         finalists = [pair for pair in self._steps[m].board.best_pairs(FINALISTS) if pair != final.today.pair]
         for leader in finalists[:TMA_FINALISTS]:
             finalists += [pair for pair in tma_variants(self._job, m, leader) if pair != final.today.pair]
@@ -94,13 +103,16 @@ class Settler:
             if problem is None:
                 runnable.append(pair)
             else:
-                final.failures[problem.partition(":")[0]] += 1
+                final.failures[problem.kind.value] += 1
         raced = await race_beside(lane, m, final.runnable_today, runnable)
         final.lanes.update(raced.samples)
         final.failures += raced.failures
         if raced.base_failure is not None:
+            if raced.base_failure.kind in INCONCLUSIVE:
+                final.leave(raced.base_failure)
+                return
             final.runnable_today = None
-            final.today_problem = f"{raced.base_failure.kind.value}: {raced.base_failure.message}"
+            final.today_problem = str(raced.base_failure)
         final.order = sorted(
             (pair for pair in final.lanes if pair in runnable), key=lambda pair: self._rank(final, pair)
         )
@@ -108,7 +120,7 @@ class Settler:
     async def verify(self, m: int, lane: Timer) -> None:
         """Find the best finalist whose result is right; one that is wrong is never written."""
         final = self._finals[m]
-        final.note = out_of_reach(self._job, m, today_runs=final.runnable_today is not None)
+        final.note = final.note or out_of_reach(self._job, m, today_runs=final.runnable_today is not None)
         if final.note:
             return
         for pair in final.order:

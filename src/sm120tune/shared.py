@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from sm120tune.accuracy import is_correct
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.estimates import estimated_ratio, out_of_reach
-from sm120tune.failures import Failure, FailureKind
+from sm120tune.failures import INCONCLUSIVE, Failure, FailureKind
 from sm120tune.job import Job
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import VerifyRequest
@@ -36,6 +36,8 @@ class _View:
 
     today: TilePair | None
     """None where it cannot run."""
+    unknown: str = ""
+    """Why nothing was found out of today's pair."""
     samples: dict[TilePair, tuple[float, ...]] = field(default_factory=dict)
     decided: Samples = field(default_factory=dict)
     """The winner and today's pair, on new samples."""
@@ -68,9 +70,14 @@ class SharedChoice:
         job = self._jobs[index]
         spills = job.timer != "model"
         today = job.today(m).pair
-        if today is not None and await why_not_runnable(job, pool, m, today, lane=lane) is not None:
-            today = None
         view = self._views[index][m] = _View(today)
+        if today is not None:
+            problem = await why_not_runnable(job, pool, m, today, lane=lane)
+            if problem is not None and problem.kind in INCONCLUSIVE:
+                view.unknown = str(problem)
+                return
+            if problem is not None:
+                view.today = today = None
         others = [pair for pair in self._candidates[m] if pair != today]
         why_not = await asyncio.gather(
             *(why_not_runnable(job, pool, m, pair, spills=spills, lane=lane) for pair in others)
@@ -79,7 +86,9 @@ class SharedChoice:
         raced = await race_beside(lane, m, today, entering)
         view.samples = raced.samples
         self.failures += raced.failures
-        if raced.base_failure is not None:
+        if raced.base_failure is not None and raced.base_failure.kind in INCONCLUSIVE:
+            view.unknown = str(raced.base_failure)
+        elif raced.base_failure is not None:
             view.today = None
 
     def choose(self) -> None:
@@ -89,7 +98,7 @@ class SharedChoice:
         """
         for m in self._sizes:
             views = [views[m] for views in self._views]
-            if any(out_of_reach(job, m, today_runs=view.today is not None) for job, view in self._each(m)):
+            if self._left(m):
                 continue
             common = [pair for pair in self._candidates[m] if all(_no_slower(pair, view) for view in views)]
             if common:
@@ -146,8 +155,7 @@ class SharedChoice:
         if winner is None:
             if m in self.missing:
                 return None
-            told = (out_of_reach(job, m, today_runs=view.today is not None) for job, view in self._each(m))
-            return self._kept_row(m, next(filter(None, told), "no other pair is as fast in every layer"))
+            return self._kept_row(m, self._left(m) or "no other pair is as fast in every layer")
         refused = [f"{job.problem}: {view.refused}" for job, view in self._each(m) if view.refused]
         self.failures += Counter(view.refused for view in views if view.refused)
         compared = [(view.ratio, index) for index, view in enumerate(views) if view.ratio is not None]
@@ -169,6 +177,15 @@ class SharedChoice:
             note=self._ratios(m),
         )
         return make_row(self._jobs[worst], m, decision)
+
+    def _left(self, m: int) -> str:
+        """Return why today's row is left as it is whatever the others' times, or nothing."""
+        for job, view in self._each(m):
+            if view.unknown:
+                return f"not compared: nothing is known of today's pair ({view.unknown})"
+            if why := out_of_reach(job, m, today_runs=view.today is not None):
+                return why
+        return ""
 
     def _kept_row(self, m: int, note: str) -> RowProvenance:
         """Return today's row with its times in the first layer's race."""

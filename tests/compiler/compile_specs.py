@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import signal
@@ -32,7 +33,7 @@ def spec_of(
     return CompileSpec(package, source_hash(package), triton.__version__, arch, problem, variant)
 
 
-GOOD, KILLED, SEGFAULT, EXIT, HANG, SLOW, FAILS = range(1, 8)
+GOOD, KILLED, SEGFAULT, EXIT, HANG, SLOW, FAILS, FULL_DISK = range(1, 9)
 
 
 def act(spec: CompileSpec) -> TileFacts | Failure:
@@ -52,6 +53,8 @@ def act(spec: CompileSpec) -> TileFacts | Failure:
             time.sleep(0.3)
         case 7:
             return Failure(FailureKind.REGISTERS, "too many")
+        case 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return FACTS
 
 

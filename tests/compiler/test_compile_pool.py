@@ -15,6 +15,7 @@ from compile_specs import (
     EXIT,
     FACTS,
     FAILS,
+    FULL_DISK,
     GOOD,
     HANG,
     KILLED,
@@ -29,6 +30,7 @@ from compile_specs import (
 from sm120tune.compiler import ActivationVariant, CompileSpec, TileFacts
 from sm120tune.compiler.cache import CompileCache
 from sm120tune.compiler.pool import CompilePool
+from sm120tune.errors import UserError
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.problem import Gemm
 from sm120tune.tiles import Tile
@@ -91,18 +93,34 @@ def test_a_process_that_dies_costs_only_its_request(start: Start, acting: Any) -
         elif what == FAILS:
             assert outcome == Failure(FailureKind.REGISTERS, "too many")
         else:
-            assert kind_of(outcome) is FailureKind.COMPILE_CRASH
+            assert kind_of(outcome) is (FailureKind.COMPILE_KILLED if what == KILLED else FailureKind.COMPILE_CRASH)
             assert "the compiler process died" in outcome.message
     assert "exit code 7" in outcomes[wanted.index(EXIT)].message
     assert (pool.pending, pool.compiled) == (0, len(wanted))
-    # None of them is tried again in this run.
-    assert [pool.submit(spec).result(0) for spec in specs] == outcomes
-    assert pool.compiled == len(wanted)
-    # In another one neither, but for those that were killed: that is what a machine does when memory is short.
+    # None of them is tried again but those that were killed: that is what a machine does when memory is short.
+    assert [pool.submit(spec).result(WAIT_S) for spec in specs] == outcomes
+    assert pool.compiled == len(wanted) + wanted.count(KILLED)
     again = start(workers=1)
     assert [again.submit(spec).result(WAIT_S) for spec in specs] == outcomes
     assert again.compiled == wanted.count(KILLED)
-    assert [len(calls(spec)) for spec in specs] == [2 if what == KILLED else 1 for what in wanted]
+    assert [len(calls(spec)) for spec in specs] == [3 if what == KILLED else 1 for what in wanted]
+
+
+def test_a_full_disk_is_an_error_of_the_machine_and_no_candidates(start: Start, acting: Any) -> None:
+    pool = start(workers=1)
+    full, good = acting(FULL_DISK), acting(GOOD)
+    with pytest.raises(UserError, match=r"cannot write their cache .*: No space left on device; make room"):
+        pool.submit(full).result(WAIT_S)
+    assert CompileCache(pool._cache.folder).get(full) is None
+    assert pool.submit(good).result(WAIT_S) == FACTS
+    assert pool.pending == 0
+
+
+def test_a_cache_that_is_no_folder_is_found_out_before_any_work(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "triton").write_text("")
+    with pytest.raises(UserError, match="cannot write their cache"):
+        start(workers=1)
 
 
 def test_an_idle_process_that_is_killed_does_not_end_the_pool(start: Start, acting: Any) -> None:

@@ -178,7 +178,10 @@ def test_the_search_comes_close_to_the_exhaustive_table(path: Path, sglang_0_5_1
     assert statistics.geometric_mean(regret.values()) < 1.01, regret
     assert max(regret.values()) < 1.05, regret
     tuned = [row for row in result.rows if row.status is RowStatus.TUNED]
-    assert len(tuned) >= 5
+    # Today's pair of a file that ships need not be in the table; then there is nothing to compare with.
+    unknown = [row for row in result.rows if "not_recorded" in row.note]
+    assert len(tuned) + len(unknown) >= 5
+    assert all(row.status is RowStatus.KEPT and row.chosen == row.today for row in unknown)
     for row in tuned:
         assert row.today is not None
         before, after = (

@@ -8,9 +8,10 @@ from settling import CRASH, Run, by_m, check_written
 from synthetic import RIGHT, StubPool, SyntheticLane, bowl, make_job, pair_us
 
 from sm120tune.compiler import CompileSpec, TileFacts
-from sm120tune.failures import Failure, FailureKind
+from sm120tune.failures import INCONCLUSIVE, Failure, FailureKind
 from sm120tune.job import Job
-from sm120tune.measure.results import RaceRequest, VerifyRequest
+from sm120tune.measure.lane import TimerName
+from sm120tune.measure.results import GemmRequest, RaceRequest, VerifyRequest
 from sm120tune.provenance import RowStatus
 from sm120tune.search.board import halves
 from sm120tune.tiles import TilePair
@@ -112,6 +113,38 @@ def test_a_pair_of_today_that_does_not_fit_is_replaced_and_the_row_says_why(
         assert row.error == RIGHT.relative
         # Still right, and still the best of what runs.
         assert row.chosen in [request.pair for request in lane.checks]
+
+
+@pytest.mark.parametrize("kind", sorted(INCONCLUSIVE))
+@pytest.mark.parametrize("timer", ["cuda", "model"])
+def test_a_pair_of_today_that_nothing_is_known_of_is_kept(
+    sglang_0_5_23: Path, tmp_path: Path, run: Run, kind: FailureKind, timer: TimerName
+) -> None:
+    job = make_job(sglang_0_5_23, tmp_path / "out", batch_sizes=(16, 512), timer=timer)
+    lane = SyntheticLane(timer=timer)
+    result = run(job, lane, _compile_fault(job, Failure(kind, "exit code -9")))
+    lane.stop()
+    check_written(job, result)
+    for m in job.batch_sizes:
+        row = by_m(result)[m]
+        assert (row.status, row.chosen) == (RowStatus.KEPT, job.today(m).pair)
+        assert row.note == f"not compared: nothing is known of today's pair ({kind.value}: exit code -9)"
+    assert not result.missing
+
+
+def test_a_race_that_lacks_todays_pair_decides_nothing(sglang_0_5_23: Path, tmp_path: Path, run: Run) -> None:
+    job = make_job(sglang_0_5_23, tmp_path / "out", batch_sizes=(16, 512))
+
+    def lacks(request: GemmRequest | RaceRequest | VerifyRequest) -> Failure | None:
+        today = isinstance(request, RaceRequest) and job.today(request.m).pair in request.pairs
+        return Failure(FailureKind.NOT_RECORDED, "not in the table") if today else None
+
+    lane = SyntheticLane(fault=lacks)
+    rows = by_m(run(job, lane))
+    lane.stop()
+    for m in job.batch_sizes:
+        assert (rows[m].status, rows[m].chosen) == (RowStatus.KEPT, job.today(m).pair)
+        assert "not_recorded" in rows[m].note
 
 
 def test_a_pair_of_today_that_crashes_is_replaced_and_the_row_says_why(

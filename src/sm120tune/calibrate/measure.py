@@ -13,7 +13,7 @@ from sm120tune.calibrate.timed import Checked, GemmResult, TimedTile
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.compiler.spec import within_limits
 from sm120tune.errors import UserError
-from sm120tune.failures import Failure
+from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
 from sm120tune.measure.lane import Timer, answered
 from sm120tune.measure.results import GemmRequest, Measured, VerifyRequest
@@ -101,7 +101,8 @@ class Measuring:
             timed = known
             if timed is None:
                 timed = await self._measure(tile, m)
-                self._journal.save_note(m, _note(tile), timed.to_json())
+                if all(failure.kind is not FailureKind.COMPILE_KILLED for failure in timed.failures):
+                    self._journal.save_note(m, _note(tile), timed.to_json())
                 await self._count()
             self._observer.advance()
             found.append(timed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import struct
@@ -25,6 +26,10 @@ _WARP_SIZE = 32
 _ALIGNMENT = 16
 _DAMAGED = (ValueError, KeyError, StopIteration, FileNotFoundError, TypeError, AttributeError)
 """What Triton raises on a cache entry that is not whole; it checks nothing itself."""
+_OF_THE_MACHINE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+)
+"""Errors that say nothing of the candidate: whatever is compiled next fails as well."""
 
 
 def arguments_of(spec: CompileSpec, kernels: Kernels) -> tuple[Any, dict[str, Argument]]:
@@ -146,7 +151,10 @@ def _drop_cache_entry(source: Any, target: Any, options: Mapping[str, Any]) -> N
 
 
 def compile_facts(spec: CompileSpec) -> TileFacts | Failure:
-    """Compile a variant and read its resources; every failure of the candidate comes back classified."""
+    """Compile a variant and read its resources; every failure of the candidate comes back classified.
+
+    Raises OSError where the machine fails: no space, no permission.
+    """
     with captured_output() as noise:
         try:
             try:
@@ -154,6 +162,8 @@ def compile_facts(spec: CompileSpec) -> TileFacts | Failure:
             except UnreadableBinaryError:
                 return read_facts(build(spec, fresh=True))
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+                raise
             return _classify(error, noise())
 
 

@@ -7,13 +7,10 @@ from pathlib import Path
 
 from sm120tune.compiler.facts import TileFacts
 from sm120tune.compiler.spec import CompileSpec
-from sm120tune.failures import Failure, FailureKind
+from sm120tune.failures import INCONCLUSIVE, Failure
 from sm120tune.state import write_atomically
 
 Outcome = TileFacts | Failure
-
-_NOT_KEPT = frozenset({FailureKind.COMPILE_TIMEOUT})
-"""A timeout says as much of the machine's load as of the candidate."""
 
 
 class CompileCache:
@@ -38,14 +35,12 @@ class CompileCache:
                 self._memory[key] = known
         return known
 
-    def put(self, spec: CompileSpec, outcome: Outcome, *, keep: bool = True) -> None:
-        """Record an outcome, without ``keep`` for this run alone; a full disk costs the record, not the run."""
+    def put(self, spec: CompileSpec, outcome: Outcome) -> None:
+        """Record an outcome, an inconclusive one for this run alone; a full disk costs the record, not the run."""
         key = spec.key
         self._memory[key] = outcome
-        if not keep:
-            return
         if isinstance(outcome, Failure):
-            if outcome.kind in _NOT_KEPT:
+            if outcome.kind in INCONCLUSIVE:
                 return
             content: dict[str, object] = {"failure": outcome.to_json()}
         else:

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import tempfile
 from concurrent.futures import CancelledError, Future, InvalidStateError, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -17,6 +18,7 @@ from sm120tune._interrupt import started_without_interrupts
 from sm120tune.compiler.build import compile_facts, use_cache_folder
 from sm120tune.compiler.cache import CompileCache, Outcome
 from sm120tune.compiler.spec import CompileSpec
+from sm120tune.errors import UserError
 from sm120tune.failures import Failure, FailureKind
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -39,7 +41,7 @@ class VariantPool(Protocol):
         """Whether the outcome is there already."""
 
     def submit(self, spec: CompileSpec) -> Future[Outcome]:
-        """Return a future of the outcome; it never raises, a failure is an outcome."""
+        """Return a future of the outcome; a candidate's failure is one."""
 
     def stop(self) -> None:
         """End at once."""
@@ -53,10 +55,17 @@ def _start_worker(triton_folder: Path) -> None:
     use_cache_folder(triton_folder)
 
 
+def _unusable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"the compilers cannot write their cache {folder}: {error.strerror or error}; make room or set XDG_CACHE_HOME"
+    )
+
+
 class CompilePool:
     """A pool of compile processes in front of the cache of outcomes."""
 
     def __init__(self, cache: CompileCache, workers: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Start the processes; raises UserError where the cache cannot be written."""
         self._cache = cache
         self._timeout_s = timeout_s
         self.compiled = 0
@@ -67,6 +76,13 @@ class CompilePool:
         self._pool = self._new_pool()
 
     def _new_pool(self) -> ProcessPool:
+        folder = self._cache.triton_folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise _unusable(folder, error) from None
         return ProcessPool(
             max_workers=self._workers,
             max_tasks=_TASKS_PER_PROCESS,
@@ -85,10 +101,10 @@ class CompilePool:
         return self._cache.get(spec) is not None
 
     def submit(self, spec: CompileSpec) -> Future[Outcome]:
-        """Return a future of the outcome; it never raises, a failure is an outcome.
+        """Return a future of the outcome; a candidate's failure is one.
 
-        A known variant answers at once, and one that is already on its way is not compiled twice. Call from one
-        thread only.
+        It raises UserError only where the compilers cannot write. A known variant answers at once, and one that is
+        already on its way is not compiled twice. Call from one thread only.
         """
         # In this order: an outcome is in the cache before it leaves the pending ones.
         pending = self._pending.get(spec)
@@ -128,17 +144,20 @@ class CompilePool:
 
     def _finish(self, spec: CompileSpec, task: Future[Any], result: Future[Outcome]) -> None:
         outcome: Outcome
-        keep = True
         try:
             outcome = task.result()
         except TimeoutError:
             outcome = Failure(FailureKind.COMPILE_TIMEOUT, f"not compiled within {self._timeout_s:g} s")
         except ProcessExpired as error:
-            outcome = Failure(FailureKind.COMPILE_CRASH, f"the compiler process died (exit code {error.exitcode})")
-            # No compiler does that to itself: the machine was short of memory, or a person ended it.
-            keep = error.exitcode != -signal.SIGKILL
+            # No compiler does that to itself.
+            killed = error.exitcode == -signal.SIGKILL
+            kind = FailureKind.COMPILE_KILLED if killed else FailureKind.COMPILE_CRASH
+            outcome = Failure(kind, f"the compiler process died (exit code {error.exitcode})")
         except BrokenProcessPool as error:
-            outcome, keep = Failure(FailureKind.COMPILE_CRASH, f"the compiler processes died: {error}"), False
+            outcome = Failure(FailureKind.COMPILE_KILLED, f"the compiler processes died: {error}")
+        except OSError as error:
+            self._settle(spec, result, _unusable(self._cache.triton_folder, error))
+            return
         except BaseException as error:
             self._settle(spec, result, error)
             return
@@ -146,7 +165,9 @@ class CompilePool:
             # The stop itself looks like a death or a broken pool.
             self._settle(spec, result, CancelledError(outcome.message))
             return
-        self._cache.put(spec, outcome, keep=keep)
+        if not isinstance(outcome, Failure) or outcome.kind is not FailureKind.COMPILE_KILLED:
+            # One that was killed is compiled again when it is asked for again.
+            self._cache.put(spec, outcome)
         self._settle(spec, result, outcome)
 
     def _settle(self, spec: CompileSpec, result: Future[Outcome], outcome: Outcome | BaseException) -> None:

@@ -107,7 +107,7 @@ class ReplayPool:
         variant = spec.variant
         if not isinstance(variant, Variant):
             return answered(TileFacts(0, 32, 0, 4))
-        missing = Failure(FailureKind.LAUNCH_ERROR, "not in the table")
+        missing = Failure(FailureKind.NOT_RECORDED, "not in the table")
         return answered(self._outcomes.get((variant.gemm, variant.tile), missing))
 
     def stop(self) -> None:
@@ -146,6 +146,6 @@ def _sigma(row: TableRow) -> float:
 
 def _not_recorded(row: TableRow | None) -> Failure:
     if row is None:
-        return Failure(FailureKind.LAUNCH_ERROR, "not in the table")
+        return Failure(FailureKind.NOT_RECORDED, "not in the table")
     answer = row.outcome()
-    return answer if isinstance(answer, Failure) else Failure(FailureKind.LAUNCH_ERROR, "no time recorded")
+    return answer if isinstance(answer, Failure) else Failure(FailureKind.NOT_RECORDED, "no time in the table")
