@@ -44,6 +44,20 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
 
 
+LARGEST_INTEGER = 2**63 - 1
+"""Python reads integers of any length; what computes with them takes 64 bits."""
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value of a JSON file is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 class Fields:
     """Typed access to one JSON object; every ValueError names the field as ``prefix`` plus its name."""
 
@@ -86,17 +100,18 @@ class Fields:
             raise self._bad(key, "true or false", value)
         return value
 
-    def integer(self, key: str, *, least: int = 0) -> int:
-        """Return an integer of at least ``least``."""
+    def integer(self, key: str, *, least: int = 0, most: int | None = None) -> int:
+        """Return an integer of at least ``least`` and at most ``most``, else below 2**63."""
         value = self.take(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._bad(key, f"an integer of at least {least}", value)
+        if type(value) is not int or not least <= value <= (LARGEST_INTEGER if most is None else most):
+            wanted = f"of at least {least} and below 2**63" if most is None else f"from {least:,} to {most:,}"
+            raise self._bad(key, f"an integer {wanted}", value)
         return value
 
     def number(self, key: str) -> float:
         """Return a finite number."""
         value = self.take(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not is_finite(value):
             raise self._bad(key, "a finite number", value)
         return float(value)
 

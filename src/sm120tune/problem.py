@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sm120tune._jsonfile import Fields
 from sm120tune.errors import UserError
 from sm120tune.quantization import Quantization
 
@@ -20,7 +21,7 @@ DEFAULT_BATCH_SIZES = (
 """SGLang's 18 sizes of M plus the two prefill chunks that its own list stops short of."""
 
 
-_LARGEST = 2**20
+LARGEST = 2**20
 """No dimension and no batch is larger; beyond it a slip of the hand asks for memory that no machine has."""
 
 
@@ -92,10 +93,7 @@ class MoEProblem:
             ("--experts", experts), ("--tp", tp), ("--ep", ep), ("--inter", inter), ("--hidden", hidden),
             ("--topk", topk),
         ):  # fmt: skip
-            if value < 1:
-                raise UserError(f"{name} must be at least 1, not {value}")
-            if value > _LARGEST:
-                raise UserError(f"{name} {value} is more than any model has ({_LARGEST:,} is the limit)")
+            check_size(name, value)
         Quantization(dtype, block_shape, per_channel_quant, zero_points)
         if shared_experts < 0:
             raise UserError(f"--shared-experts must be 0 or more, not {shared_experts}")
@@ -196,12 +194,43 @@ class MoEProblem:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> MoEProblem:
-        """Rebuild a problem from :meth:`to_json`."""
-        values = dict(data)
-        shape = values.get("block_shape")
-        values["block_shape"] = (int(shape[0]), int(shape[1])) if shape else None
-        return cls(**values)
+    def from_json(cls, data: object, where: str = "problem.") -> MoEProblem:
+        """Rebuild a problem from :meth:`to_json`.
+
+        Raises ValueError naming the field, ``where`` before its name, for what :meth:`from_parallelism` never makes.
+        """
+        file = Fields(data, where)
+        shape = None
+        if file.take("block_shape") is not None:
+            numbers = file.items("block_shape")
+            if [type(n) for n in numbers] != [int, int] or not all(0 <= n <= LARGEST for n in numbers):
+                raise ValueError(f"{where}block_shape must be two integers up to {LARGEST:,}, not {numbers!r:.60}")
+            shape = (numbers[0], numbers[1])
+        result = cls(
+            **{name: file.integer(name, least=1, most=LARGEST) for name in _SIZES},
+            shared_experts=file.integer("shared_experts", most=LARGEST),
+            dtype=file.text("dtype"),
+            block_shape=shape,
+            per_channel_quant=file.flag("per_channel_quant"),
+            zero_points=file.flag("zero_points") if file.has("zero_points") else False,
+            gated=file.flag("gated") if file.has("gated") else True,
+        )
+        file.finish()
+        if not 1 <= result.routed_topk <= result.router_experts:
+            raise ValueError(
+                f"{where}topk {result.topk} less {result.shared_experts} shared_experts must be at least 1 and at most "
+                f"router_experts {result.router_experts}"
+            )
+        if not 1 <= result.experts - result.shared_experts <= result.router_experts:
+            raise ValueError(
+                f"{where}experts {result.experts} less {result.shared_experts} shared_experts must be at least 1 and "
+                f"at most router_experts {result.router_experts}"
+            )
+        try:
+            _ = result.quantization
+        except UserError as error:
+            raise ValueError(f"{where[:-1]} is none that could be tuned: {error}") from None
+        return result
 
     def _scales_text(self) -> str:
         zeros = " with zero points" if self.zero_points else ""
@@ -236,14 +265,25 @@ def _check_block_shape(block_shape: tuple[int, int], intermediate: int, moe_tp: 
             )
 
 
+_SIZES = ("experts", "intermediate", "hidden", "topk", "router_experts")
+
+
+def check_size(option: str, value: int) -> None:
+    """Raise UserError for a dimension or a number of tokens that no layer has."""
+    if value < 1:
+        raise UserError(f"{option} must be at least 1, not {value}")
+    if value > LARGEST:
+        raise UserError(f"{option} {value} is more than any model has ({LARGEST:,} is the limit)")
+
+
 def check_batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the values of M in ascending order; raises UserError for M < 1 or a value given twice."""
     if not sizes:
         raise UserError("--batch-sizes is empty; give at least one M, for example --batch-sizes 1,64")
     seen: set[int] = set()
     for m in sizes:
-        if not 1 <= m <= _LARGEST:
-            raise UserError(f"--batch-sizes has {m}; every M must be at least 1 and at most {_LARGEST:,}")
+        if not 1 <= m <= LARGEST:
+            raise UserError(f"--batch-sizes has {m}; every M must be at least 1 and at most {LARGEST:,}")
         if m in seen:
             raise UserError(f"--batch-sizes has {m} twice")
         seen.add(m)

@@ -32,7 +32,6 @@ __all__ = [
     "loads",
     "merge",
     "merge_conflict",
-    "problem_from_json",
 ]
 
 SCHEMA_VERSION = 1
@@ -127,7 +126,7 @@ class FileProvenance:
             schema_version=schema_version,
             tool_version=file.text("tool_version"),
             kind=file.text("kind"),
-            problem=problem_from_json(file.take("problem"), "problem."),
+            problem=MoEProblem.from_json(file.take("problem")),
             shared_with=_shared_from_json(file),
             device=device,
             versions=versions,
@@ -225,26 +224,4 @@ def _routings(file: FileProvenance) -> str:
 
 def _shared_from_json(file: Fields) -> tuple[MoEProblem, ...]:
     others = file.items("shared_with") if file.has("shared_with") else []
-    return tuple(problem_from_json(other, f"shared_with[{index}].") for index, other in enumerate(others))
-
-
-def problem_from_json(data: object, where: str) -> MoEProblem:
-    """Rebuild a layer that a file holds; raises ValueError naming the field, ``where`` before its name."""
-    problem = Fields(data, where)
-    for key in ("experts", "intermediate", "hidden", "topk", "router_experts", "shared_experts"):
-        problem.integer(key)
-    problem.text("dtype")
-    problem.flag("per_channel_quant")
-    for key in ("zero_points", "gated"):
-        if problem.has(key):
-            problem.flag(key)
-    if problem.take("block_shape") is not None and [type(n) for n in problem.items("block_shape")] != [int, int]:
-        raise ValueError(f"{where}block_shape must be two integers")
-    problem.finish()
-    assert isinstance(data, dict)
-    result = MoEProblem.from_json(data)
-    try:
-        _ = result.quantization
-    except UserError as error:
-        raise ValueError(f"{where[:-1]} is none that could be tuned: {error}") from None
-    return result
+    return tuple(MoEProblem.from_json(other, f"shared_with[{index}].") for index, other in enumerate(others))

@@ -16,6 +16,11 @@ TILE_FIELDS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "
 _REQUIRED = TILE_FIELDS[:4]
 
 
+def is_field_value(value: object) -> bool:
+    """Whether a field of a row can hold a value: a positive integer of 32 bits, as the kernel's launch takes."""
+    return type(value) is int and 1 <= value < 2**31
+
+
 @dataclass(frozen=True, order=True)
 class Tile:
     """One launch configuration of ``fused_moe_kernel`` for one GEMM."""
@@ -33,7 +38,7 @@ class Tile:
         """Read a row of an SGLang config file.
 
         A row without ``num_warps`` or ``num_stages`` (SGLang's bf16 default is one) runs with Triton's own
-        4 and 3. Raises ValueError for a missing field, one that is no positive integer, or an unknown field.
+        4 and 3. Raises ValueError for a missing field, one that :func:`is_field_value` refuses, or an unknown field.
         """
         if not isinstance(row, Mapping):
             raise ValueError(f"a row must be an object with BLOCK_SIZE_M and so on, not {row!r:.60}")
@@ -47,8 +52,8 @@ class Tile:
         for name in TILE_FIELDS:
             if name in row:
                 value = row[name]
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                    raise ValueError(f"{name} must be a positive integer, not {value!r}")
+                if not is_field_value(value):
+                    raise ValueError(f"{name} must be a positive integer below 2**31, not {value!r:.60}")
                 values[name] = value
         return cls(**values, USE_TMA=bool(row.get("USE_TMA", False)))
 

@@ -69,6 +69,8 @@ def test_row_23_unsorted_keys(folder: Path) -> None:
         ({"BLOCK_SIZE_N": 0}, "field-value"),
         ({"GROUP_SIZE_M": True}, "field-value"),
         ({"num_stages": 2.0}, "field-value"),
+        ({"GROUP_SIZE_M": 2**31}, "field-value"),
+        ({"BLOCK_SIZE_N": 2**100}, "field-value"),
         ({"USE_TMA": 1}, "field-value"),
     ],
 )

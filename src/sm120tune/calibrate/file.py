@@ -18,7 +18,6 @@ from sm120tune.calibrate.timed import TimedTile
 from sm120tune.devices import DeviceSpec
 from sm120tune.errors import UserError
 from sm120tune.problem import MoEProblem
-from sm120tune.provenance import problem_from_json
 
 SCHEMA_VERSION = 1
 _KIND = "sm120tune calibration"
@@ -72,7 +71,7 @@ class Origin:
             clocks=clocks,
             versions={key: Fields(versions, "origin.versions.").text(key) for key in versions},
             kernel_source_hash=file.text("kernel_source_hash"),
-            problem=problem_from_json(file.take("problem"), "origin.problem."),
+            problem=MoEProblem.from_json(file.take("problem"), "origin.problem."),
             routing=file.text("routing"),
             seed=file.integer("seed"),
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from sm120tune._jsonfile import Fields
+from sm120tune._jsonfile import Fields, is_finite
 from sm120tune.calibrate.fit import limits
 from sm120tune.measure.correction import Correction
 from sm120tune.measure.cost_constants import (
@@ -18,6 +18,7 @@ from sm120tune.measure.cost_constants import (
     named_class,
 )
 from sm120tune.measure.cost_terms import FEATURES
+from sm120tune.problem import LARGEST
 
 
 @dataclass(frozen=True)
@@ -98,17 +99,18 @@ def _constants(given: Mapping[str, Any], of_class: CardClass) -> Constants:
 
 
 def _names(given: list[Any]) -> list[str]:
-    known = {entry.name for entry in fields(Constants)}
+    known = [entry.name for entry in fields(Constants)]
     for name in given:
+        # Compared one by one: what a file holds need not be hashable.
         if name not in known:
-            raise ValueError(f"model.refitted has {name!r}, which is no constant")
+            raise ValueError(f"model.refitted has {name!r:.60}, which is no constant")
     return given
 
 
 def _margins(given: list[Any]) -> tuple[tuple[int, float], ...]:
     for one in given:
-        number = isinstance(one, list) and len(one) == 2 and type(one[0]) is int and isinstance(one[1], int | float)
-        if not number or one[0] < 1 or not 0 <= one[1] <= _MOST_ERROR:
+        numbers = isinstance(one, list) and len(one) == 2 and type(one[0]) is int and is_finite(one[1])
+        if not numbers or not 1 <= one[0] <= LARGEST or not 0 <= one[1] <= _MOST_ERROR:
             raise ValueError(f"model.margins must be pairs of M and an error, not {one!r:.60}")
     sizes = [m for m, _ in given]
     if sizes != sorted(set(sizes)):
@@ -126,7 +128,7 @@ def _correction(data: object) -> Correction | None:
     parts = {}
     for name in _CORRECTION:
         parts[name] = file.items(name)
-        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in parts[name]):
+        if not all(is_finite(value) for value in parts[name]):
             raise ValueError(f"model.correction.{name} must be numbers")
     size = len(parts["mean"])
     if len(parts["scale"]) != size or len(parts["weights"]) != 1 + size + size * (size + 1) // 2 or size != FEATURES:

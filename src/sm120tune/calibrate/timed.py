@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sm120tune._jsonfile import Fields
+from sm120tune._jsonfile import LARGEST_INTEGER, Fields
 from sm120tune.accuracy import ErrorMeasure, is_correct
 from sm120tune.failures import Failure, FailureKind
 from sm120tune.measure.lane import GemmTime
 from sm120tune.measure.occupancy import StoredFacts, TileFacts
 from sm120tune.measure.results import Measured, What
-from sm120tune.problem import Gemm
+from sm120tune.problem import LARGEST, Gemm
 from sm120tune.tiles import Tile
 
 _PATH = re.compile(r"(?:[A-Za-z]:)?[/\\][^\s:'\"]+")
@@ -78,7 +78,8 @@ class GemmResult:
         facts = None
         if fields.take("facts") is not None:
             numbers = fields.items("facts")
-            if len(numbers) != len(_FACTS) or not all(type(number) is int and number >= 0 for number in numbers):
+            sound = all(type(number) is int and 0 <= number <= LARGEST_INTEGER for number in numbers)
+            if len(numbers) != len(_FACTS) or not sound:
                 raise ValueError(f"{prefix}facts must be {', '.join(_FACTS)}, not {numbers!r:.60}")
             facts = StoredFacts(*numbers)
         if fields.has("failure"):
@@ -147,7 +148,7 @@ class TimedTile:
     def from_json(cls, data: object, prefix: str = "") -> TimedTile:
         """Rebuild a tile's results; raises ValueError naming the field."""
         fields = Fields(data, prefix)
-        tile, m = Tile.from_row(fields.mapping("tile")), fields.integer("m", least=1)
+        tile, m = Tile.from_row(fields.mapping("tile")), fields.integer("m", least=1, most=LARGEST)
         gemms = {gemm: GemmResult.from_json(fields.take(gemm.value), gemm, f"{prefix}{gemm.value}.") for gemm in Gemm}
         result = cls(tile, m, gemms, _check(fields.take("check"), f"{prefix}check."))
         fields.finish()

@@ -12,7 +12,7 @@ from sm120tune._jsonfile import read_object
 from sm120tune.check.findings import Finding, Level
 from sm120tune.check.names import ConfigName, parse_name
 from sm120tune.check.reach import nearest
-from sm120tune.tiles import TILE_FIELDS, Tile
+from sm120tune.tiles import TILE_FIELDS, Tile, is_field_value
 
 _OPTIONS = ("num_ctas", "maxnreg")
 """Launch options of Triton that SGLang would pass on, and that are not checked here."""
@@ -128,8 +128,9 @@ def _tile(label: str, key: str, row: object, name: ConfigName | None, found: lis
             error("field-missing", f"{field} is missing", f"add {field}")
             sound = False
     for field, value in fields.items():
-        if field in TILE_FIELDS and (type(value) is not int or value < 1):
-            error("field-value", f"{field} must be a positive integer, not {value!r:.40}", "correct the value")
+        if field in TILE_FIELDS and not is_field_value(value):
+            what = f"{field} must be a positive integer below 2**31, not {value!r:.40}"
+            error("field-value", what, "correct the value")
             sound = False
         elif field in _POWERS and value & (value - 1):
             error("field-value", f"{field}={value} is no power of two, which Triton refuses", "correct the value")

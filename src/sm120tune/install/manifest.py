@@ -147,7 +147,7 @@ def _file(item: object, where: str) -> InstalledFile:
     original = None
     if data.take("original") is not None:
         before = Fields(data.mapping("original"), f"{where}original.")
-        original = Original(before.text("sha256"), before.integer("mode"), _inside(before, "backup"))
+        original = Original(before.text("sha256"), before.integer("mode", most=0o7777), _inside(before, "backup"))
         before.finish()
     result = InstalledFile(_inside(data, "path"), data.text("sha256"), original)
     data.finish()
