@@ -93,6 +93,11 @@ def test_without_a_down_file_the_up_rows_serve_both(tmp_path: Path, capsys: pyte
         (f"{NAME}.json", "[]", "no SGLang config file"),
         (f"{NAME}.json", '{"64": 5}', "a row must be an object"),
         (f"{NAME}.json", json.dumps({"64": {**ROW, "BLOCK_SIZE_N": 48}}), "BLOCK_SIZE_N 48 is no power of two"),
+        (
+            f"{NAME}.json",
+            json.dumps({"64": {**ROW, "GROUP_SIZE_M": 10**400}}),
+            "GROUP_SIZE_M must be a positive integer",
+        ),
         (f"{NAME}.json", None, "cannot be read"),
         ("tiles.json", "{}", "is no name"),
         (f"{NAME},dtype=fp8_w4a4.json", "{}", "explain knows bf16"),
@@ -104,6 +109,25 @@ def test_what_cannot_be_explained_is_one_line(
     if content is not None:
         (tmp_path / name).write_text(content)
     assert cli.run(["explain", str(tmp_path / name), *ASK, "64"]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--batch-size", "0", "--batch-size must be at least 1, not 0\n"),
+        ("--batch-size", str(2**20 + 1), "--batch-size 1048577 is more than"),
+        ("--hidden", str(10**30), f"--hidden {10**30} is more than"),
+        ("--topk", "257", "--topk 257 is more than --experts 256"),
+    ],
+)
+def test_a_wrong_number_names_its_own_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, said: str
+) -> None:
+    config = written(tmp_path, {"64": ROW})
+    assert cli.run(["explain", config, *ASK, "64", "--no-compile", option, value]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1

@@ -165,7 +165,12 @@ def test_provenance_says_what_no_name_does(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["problem"] == record
     assert cli.run(["explain", str(config), *ASK, "--no-compile", "--json", "--topk", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["problem"] == {**record, "topk": 1}
-    for option, value, said in (("--group-size", "128", "leave them out"), ("--topk", "0", "must be at least 1")):
+    for option, value, said in (
+        ("--group-size", "128", "leave them out"),
+        ("--topk", "0", "must be at least 1"),
+        ("--topk", "1000", "--topk 1000 cannot be of E="),
+        ("--hidden", str(10**30), "is more than any model has"),
+    ):
         assert cli.run(["explain", str(config), *ASK, option, value]) == 2
         assert said in capsys.readouterr().err
 

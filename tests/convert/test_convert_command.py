@@ -179,6 +179,7 @@ def test_per_channel_is_named_where_a_person_says_it(convert: Command) -> None:
         (BLOCK_FP8, {"1": [1]}, "must be a JSON object"),
         (BLOCK_FP8.replace(".json", "_down.json"), ladder(), "vLLM has no _down files"),
         ("tuned.json", ladder(), "not that of a config file"),
+        (f"E={10**30},N=256,device_name={CARD_FILE}.json", ladder(), f"E of its name {10**30} is more than"),
     ],
 )
 def test_files_that_mean_something_else(convert: Command, name: str, rows: dict[str, Any], words: str) -> None:
@@ -192,6 +193,7 @@ def test_files_that_mean_something_else(convert: Command, name: str, rows: dict[
         (["--to", "sglang", "--topk", "4"], "missing --hidden"),
         (["--to", "sglang", "--hidden", "512"], "missing --topk"),
         (["--to", "sglang", "--hidden", "0", "--topk", "4"], "--hidden must be at least 1"),
+        (["--to", "sglang", "--hidden", str(10**30), "--topk", "4"], f"--hidden {10**30} is more than any model has"),
         (["--to", "sglang", *LAYER, "--use", "up"], "--use up is for --to vllm"),
         (["--to", "vllm", "--alias-device", WORKSTATION], "leave out --to vllm"),
         (["--to", "sglang", *LAYER, "--triton", "3.7rc1"], "no release version"),
@@ -211,6 +213,13 @@ def test_a_second_conversion_needs_replace(convert: Command) -> None:
     assert "give --replace" in err
     made = convert.made(changed, "--to", "sglang", *LAYER, "--replace")
     assert content(made["files"][1])["1"]["num_warps"] == 8
+
+
+def test_a_rank_that_holds_fewer_experts_than_a_token_chooses(convert: Command) -> None:
+    source = convert.write(f"E=2,N=256,device_name={CARD_FILE}.json", ladder())
+    made = convert.made(source, "--to", "sglang", *LAYER)
+    problem = load(Path(made["provenance"][0])).problem
+    assert (problem.experts, problem.topk, problem.router_experts, problem.expert_parallel) == (2, 4, 4, True)
 
 
 def test_install_takes_it_only_unmeasured(convert: Command, tmp_path: Path) -> None:

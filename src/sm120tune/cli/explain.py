@@ -24,7 +24,7 @@ from sm120tune.errors import UserError
 from sm120tune.explain import Explained
 from sm120tune.measure.cost_constants import version_for
 from sm120tune.measure.routing import ROUTING_CHOICES, parse_routing
-from sm120tune.problem import Gemm, MoEProblem, check_batch_sizes
+from sm120tune.problem import Gemm, MoEProblem, check_size
 from sm120tune.quantization import DTYPES
 from sm120tune.search.ladder import nearest
 from sm120tune.tiles import Tile
@@ -74,7 +74,7 @@ def _explain(options: _Options) -> int:
     name = parse_name(config.name)
     if name is None:
         raise UserError(f"{config} is no name of an SGLang config file")
-    check_batch_sizes([m])
+    check_size("--batch-size", m)
     up_path = config.with_name(name.partner()) if name.down else config
     down_path = config if name.down else config.with_name(name.partner())
     problem = _problem(options, name, up_path)
@@ -120,13 +120,16 @@ def _problem(options: _Options, name: ConfigName, up_path: Path) -> MoEProblem:
     """Return the layer of the provenance, else the one that the name and the options say."""
     shape = scale_shape(None, options.group_size)
     for option, value in (("--hidden", options.hidden), ("--topk", options.topk)):
-        if value is not None and value < 1:
-            raise UserError(f"{option} must be at least 1, not {value}")
+        if value is not None:
+            check_size(option, value)
     record = record_of(up_path)
     if record is not None:
         known = provenance.load(record).problem
         if shape is not None or options.zero_points:
             raise UserError(f"--group-size and --zero-points are in the provenance of {up_path.name}; leave them out")
+        most = known.router_experts + known.shared_experts
+        if options.topk is not None and not known.shared_experts < options.topk <= most:
+            raise UserError(f"--topk {options.topk} cannot be of {known}, the layer of {up_path.name}; leave it out")
         return replace(known, hidden=given_or(options.hidden, known.hidden), topk=given_or(options.topk, known.topk))
     named = name.problem()
     if named is None or named.dtype not in DTYPES:

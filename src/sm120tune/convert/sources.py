@@ -16,7 +16,7 @@ from sm120tune.check.reach import nearest
 from sm120tune.devices import known_device
 from sm120tune.errors import UserError
 from sm120tune.install.pair import read_pair
-from sm120tune.problem import MoEProblem
+from sm120tune.problem import MoEProblem, check_size
 from sm120tune.provenance import UNKNOWN_SOURCE
 from sm120tune.tiles import TilePair
 from sm120tune.upstream import vllm
@@ -173,14 +173,17 @@ def _problem(path: Path, name: ConfigName, layer: Layer) -> MoEProblem:
     for option, value in (("--hidden", layer.hidden), ("--topk", layer.topk)):
         if value is None:
             raise UserError(f"missing {option}: no file name says it, and there is no provenance for {path.name}")
-        if value < 1:
-            raise UserError(f"{option} must be at least 1, not {value}")
+        check_size(option, value)
     named = name.problem()
     if named is None:
         raise UserError(f"{path}: dtype {name.dtype} is none of SGLang's")
     assert layer.hidden is not None
     assert layer.topk is not None
-    problem = replace(named, hidden=layer.hidden, topk=layer.topk)
+    for size, value in (("E", named.experts), ("N", named.intermediate)):
+        check_size(f"{path}: {size} of its name", value)
+    # A file for fewer experts than a token chooses is for one of several ranks.
+    router_experts = max(named.router_experts, layer.topk)
+    problem = replace(named, hidden=layer.hidden, topk=layer.topk, router_experts=router_experts)
     try:
         _ = problem.quantization
     except UserError:
