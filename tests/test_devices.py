@@ -115,6 +115,20 @@ def test_a_spec_file_has_the_fields_of_the_dataclass(tmp_path: Path) -> None:
     assert load_device_spec(str(path)).capability == (12, 1)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_known_card_may_be_described_by_a_file(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "card.json"
+    path.write_text(json.dumps(dataclasses.asdict(find_device(name))))
+    assert load_device_spec(path) == find_device(name)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 3), (11, 0)])
+def test_cards_that_are_not_known_may_be_described(tmp_path: Path, capability: tuple[int, int]) -> None:
+    path = tmp_path / "card.json"
+    path.write_text(json.dumps(spec_json(name="N" * 100, capability=capability, max_warps_per_sm=8, sm_count=1)))
+    assert load_device_spec(path).capability == capability
+
+
 def test_registers_may_be_left_out(tmp_path: Path) -> None:
     data = spec_json()
     del data["registers_per_sm"]
@@ -131,18 +145,40 @@ def test_registers_may_be_left_out(tmp_path: Path) -> None:
         ("[" * 100_000, "nested too deeply"),
         ("\xff", "card.json"),
         (json.dumps(spec_json(l3_bytes=1)), "l3_bytes is not a known field"),
-        (json.dumps(spec_json(sm_count="48")), "sm_count must be an integer of at least 1, not '48'"),
+        (json.dumps(spec_json(sm_count="48")), "sm_count must be an integer from 1 to 1,024, not '48'"),
         (json.dumps(spec_json(sm_count=True)), "sm_count"),
         (json.dumps(spec_json(sm_count=0)), "sm_count"),
         (json.dumps(spec_json(l2_bytes=1.5)), "l2_bytes"),
-        (json.dumps(spec_json(bandwidth=0)), "bandwidth must be positive"),
+        (json.dumps(spec_json(sm_count=1025)), "sm_count must be an integer from 1 to 1,024, not 1025"),
+        (json.dumps(spec_json(max_warps_per_sm=4)), "max_warps_per_sm must be an integer from 8 to 128, not 4"),
+        (json.dumps(spec_json(shared_memory_per_block=99)), "shared_memory_per_block must be an integer from 8,192"),
+        (json.dumps(spec_json(shared_memory_per_block=102401)), "102401 is more than shared_memory_per_sm 102400"),
+        (json.dumps(spec_json(registers_per_sm=0)), "registers_per_sm must be an integer from 4,096"),
+        (json.dumps(spec_json(l2_bytes=24)), "l2_bytes must be an integer from 65,536"),
+        (json.dumps(spec_json(memory_bytes=128)), "memory_bytes must be an integer from 268,435,456"),
+        (json.dumps(spec_json(memory_bytes=10**400)), "memory_bytes must be an integer from 268,435,456"),
+        (json.dumps(spec_json(bandwidth=0)), "bandwidth must be from 1e+10 to 1e+14, not 0"),
+        (json.dumps(spec_json(bandwidth=10**400)), "bandwidth must be a finite number, not 1000000"),
+        (
+            json.dumps(spec_json(bandwidth=1792)),
+            "not 1792: it is in bytes a second, for example 1.792e12 and not 1792",
+        ),
+        (json.dumps(spec_json(bandwidth=273e15)), "bandwidth must be from"),
+        (json.dumps(spec_json(bf16_flops=467.8)), "not 467.8: it is in FLOP a second, for example 467.8e12"),
+        (json.dumps(spec_json(bf16_flops=1e18)), "bf16_flops must be from 1e+12 to 1e+17, not 1e+18"),
         (json.dumps(spec_json(bandwidth=None)), "bandwidth"),
         (json.dumps(spec_json(bf16_flops=float("nan"))), "NaN"),
         (json.dumps(spec_json(bf16_flops=1e308)).replace("1e+308", "1e999"), "bf16_flops"),
         (json.dumps(spec_json(capability=[12])), "capability must be two integers"),
         (json.dumps(spec_json(capability="12.0")), "capability"),
+        (json.dumps(spec_json(capability=[12, 10**30])), "capability must be two integers"),
+        (json.dumps(spec_json(capability=[7, 5])), "capability must be one of 8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3"),
+        (json.dumps(spec_json(capability=[12, 7])), "12.0, 12.1, not 12.7"),
         (json.dumps(spec_json(name=" ")), "name"),
         (json.dumps(spec_json(name="../x")), "name"),
+        (json.dumps(spec_json(name="NVIDIA\nX")), "name must be a device name as torch reports it"),
+        (json.dumps(spec_json(name="NVIDIA Größe")), "printable ASCII characters"),
+        (json.dumps(spec_json(name="N" * 101)), "of at most 100"),
         (json.dumps(spec_json(source=1)), "source"),
         ('{"name": "a", "name": "b"}', "given twice"),
         *((json.dumps({k: v for k, v in spec_json().items() if k != field}), f"{field} is missing")

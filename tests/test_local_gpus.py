@@ -143,6 +143,14 @@ def test_a_torch_without_clocks_gives_an_estimate_that_says_so(stand_in: Callabl
     assert "estimated: bandwidth" in gpu.spec.source
 
 
+def test_clocks_that_no_card_has_count_as_none(stand_in: Callable[[str], None]) -> None:
+    stand_in(cards(({**CARD, "name": "NVIDIA vGPU", "memory_clock_rate": 1, "clock_rate": 1}, IDLE)))
+    (gpu,) = local_gpus()
+    assert gpu.spec.bandwidth == pytest.approx(187 * 9.5e9)
+    assert gpu.spec.bf16_flops == pytest.approx(187 * 1024 * 2.4e9)
+    assert "estimated: bandwidth" in gpu.spec.source
+
+
 def test_tokens_are_those_of_the_users_cuda_visible_devices(
     stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,42 +48,79 @@ class DeviceSpec:
     def from_json(cls, data: Mapping[str, Any]) -> DeviceSpec:
         """Build a spec from its fields; raises ValueError naming a missing, unknown or wrong one.
 
-        Only ``registers_per_sm`` may be left out.
+        Only ``registers_per_sm`` may be left out. Figures that no card comes near are wrong: most of all those in
+        another unit.
         """
         fields = Fields({"registers_per_sm": _REGISTERS_PER_SM, **data})
         name = fields.text("name")
-        # It becomes part of a file name.
-        if not name.strip() or "/" in name or "\0" in name:
-            raise ValueError(f"name must be a device name as torch reports it, not {name!r}")
+        # It becomes part of file names, which have 255 bytes.
+        printable = name.isascii() and name.isprintable() and "/" not in name
+        if not name.strip() or len(name) > _LONGEST_NAME or not printable:
+            raise ValueError(
+                f"name must be a device name as torch reports it, of at most {_LONGEST_NAME} printable ASCII "
+                f"characters without a slash, not {name!r:.60}"
+            )
         capability = fields.items("capability")
-        if len(capability) != 2 or not all(type(part) is int and part >= 0 for part in capability):
+        if len(capability) != 2 or not all(type(part) is int and 0 <= part < 100 for part in capability):
             raise ValueError(f"capability must be two integers such as [12, 0], not {capability!r:.60}")
-        counts = {key: fields.integer(key, least=1) for key in COUNTS}
+        counts = {key: fields.integer(key, least=least, most=most) for key, (least, most) in COUNTS.items()}
+        per_block, per_sm = counts["shared_memory_per_block"], counts["shared_memory_per_sm"]
+        if per_block > per_sm:
+            raise ValueError(f"shared_memory_per_block {per_block} is more than shared_memory_per_sm {per_sm}")
         spec = cls(
             name=name,
             capability=(capability[0], capability[1]),
-            bandwidth=_positive(fields, "bandwidth"),
-            bf16_flops=_positive(fields, "bf16_flops"),
+            bandwidth=_rate(fields, "bandwidth"),
+            bf16_flops=_rate(fields, "bf16_flops"),
             source=fields.text("source"),
             **counts,
         )
         fields.finish()
         return spec
 
+    def check_capability(self) -> None:
+        """Raise ValueError where a person's file has a capability that the compiler has no code for.
 
-def _positive(fields: Fields, key: str) -> float:
+        Not of a card that is here: torch says what it is.
+        """
+        if self.capability not in CAPABILITIES:
+            known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+            raise ValueError(f"capability must be one of {known}, not {'.'.join(map(str, self.capability))}")
+
+
+def _rate(fields: Fields, key: str) -> float:
     value = fields.number(key)
-    if value <= 0:
-        raise ValueError(f"{key} must be positive, not {value!r}")
+    least, most, unit = _RATES[key]
+    if not least <= value <= most:
+        raise ValueError(f"{key} must be from {least:g} to {most:g}, not {value:g}: {unit}")
     return value
 
 
-COUNTS = (
-    "sm_count",
-    "shared_memory_per_block",
-    "shared_memory_per_sm",
-    "registers_per_sm",
-    "max_warps_per_sm",
-    "l2_bytes",
-    "memory_bytes",
-)
+COUNTS = {
+    "sm_count": (1, 1024),
+    "shared_memory_per_block": (2**13, 2**20),
+    "shared_memory_per_sm": (2**13, 2**20),
+    "registers_per_sm": (2**12, 2**20),
+    # At least one block of the most warps that are tuned.
+    "max_warps_per_sm": (8, 128),
+    "l2_bytes": (2**16, 2**33),
+    "memory_bytes": (2**28, 2**44),
+}
+"""The least and the most of each whole figure; memory is in bytes."""
+
+_RATES = {
+    "bandwidth": (1e10, 1e14, "it is in bytes a second, for example 1.792e12 and not 1792"),
+    "bf16_flops": (1e12, 1e17, "it is in FLOP a second, for example 467.8e12 and not 467.8"),
+}
+
+
+def is_bandwidth(value: float) -> bool:
+    """Whether a card could have this memory bandwidth, bytes per second."""
+    least, most, _ = _RATES["bandwidth"]
+    return least <= value <= most
+
+
+CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+"""Compute capabilities of the cards that run SGLang's bf16 kernels, from Ampere on, which Triton compiles for."""
+
+_LONGEST_NAME = 100

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sm120tune import _nvidia_smi
-from sm120tune._device_spec import COUNTS, DeviceSpec
+from sm120tune._device_spec import COUNTS, DeviceSpec, is_bandwidth
 from sm120tune._jsonfile import parse_object, read_object
 from sm120tune.errors import UserError
 
@@ -75,11 +75,13 @@ def load_device_spec(path: str | Path) -> DeviceSpec:
     Raises UserError for a file that cannot be read, damaged JSON, or a missing, unknown or wrong field.
     """
     try:
-        return DeviceSpec.from_json(read_object(Path(path)))
+        spec = DeviceSpec.from_json(read_object(Path(path)))
+        spec.check_capability()
     except OSError as error:
         raise UserError(f"--device-spec {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise UserError(f"--device-spec {path}: {error}; give the fields of a DeviceSpec as one JSON object") from None
+    return spec
 
 
 def same_card(one: str, other: str) -> bool:
@@ -217,6 +219,8 @@ _BANDWIDTH_PER_SM = 9.5e9
 """Bytes per second: the RTX PRO 6000's 1.792 TB/s over its 188 SMs."""
 
 _CLOCK_KHZ = 2_400_000
+_LEAST_CLOCK_KHZ = 100_000
+"""What reports less reports nothing."""
 
 
 def _local_spec(raw: Mapping[str, Any]) -> DeviceSpec:
@@ -243,10 +247,10 @@ _LIMITS = ("name", "capability", *COUNTS)
 
 
 def _estimated_bandwidth(raw: Mapping[str, Any]) -> tuple[float, str]:
-    clock_khz, bits = raw["memory_clock_khz"], raw["memory_bus_bits"]
-    if clock_khz and bits:
-        # Two transfers a clock of the rate CUDA reports, GDDR and HBM alike.
-        return 2e3 * clock_khz * bits / 8, "derived: bandwidth from torch's memory clock and bus width"
+    # Two transfers a clock of the rate CUDA reports, GDDR and HBM alike; some drivers report a stand-in or nothing.
+    derived = 2e3 * (raw["memory_clock_khz"] or 0) * (raw["memory_bus_bits"] or 0) / 8
+    if is_bandwidth(derived):
+        return derived, "derived: bandwidth from torch's memory clock and bus width"
     return raw["sm_count"] * _BANDWIDTH_PER_SM, "estimated: bandwidth as 9.5 GB/s an SM, like the RTX PRO 6000"
 
 
@@ -255,7 +259,9 @@ def _estimated_flops(raw: Mapping[str, Any]) -> tuple[float, str]:
     per_clock = _FLOP_PER_CLOCK.get(major, 1024) if minor == 0 or major == 10 else 1024
     if "GeForce" in raw["name"]:
         per_clock //= 2
-    clock_khz = raw["clock_khz"] or _CLOCK_KHZ
+    clock_khz = raw["clock_khz"] or 0
+    if clock_khz < _LEAST_CLOCK_KHZ:
+        clock_khz = _CLOCK_KHZ
     return (
         raw["sm_count"] * per_clock * clock_khz * 1e3,
         f"estimated: bf16 as {per_clock} FLOP a clock and SM at {clock_khz / 1e6:.2f} GHz",
