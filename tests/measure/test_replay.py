@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import statistics
 from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from sm120tune.compiler import TileFacts
@@ -32,7 +36,13 @@ TABLES = Path(__file__).parents[2] / "bench" / "tables"
 SHIPPED = sorted(TABLES.glob("*.parquet"))
 
 PROBLEM = MoEProblem(experts=8, intermediate=256, hidden=512, topk=2, router_experts=8)
-META = {"problem": PROBLEM.to_json(), "device": "NVIDIA H200", "routing": "uniform", "triton": "3.6.0"}
+META = {
+    "problem": PROBLEM.to_json(),
+    "device": "NVIDIA H200",
+    "routing": "uniform",
+    "triton": "3.6.0",
+    "kernel_source_hash": "0",
+}
 FACTS = TileFacts(12_288, 40, 0, 4)
 FAST, SLOW = Tile(16, 64, 64, 1), Tile(16, 32, 64, 1)
 ROWS = (
@@ -67,21 +77,61 @@ def test_a_table_comes_back_as_it_was_written(small: Table) -> None:
         assert (one.shared_bytes, one.registers, one.spill_bytes) == (row.shared_bytes, row.registers, row.spill_bytes)
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "text", "other"])
-def test_what_is_no_table_is_one_line(tmp_path: Path, small: Table, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("missing", "no such file"),
+        ("cut", "is no recorded table: "),
+        ("text", "is no recorded table: "),
+        (
+            "other",
+            "is no recorded table: it does not say of which layer and card it is, as those of bench/record_table",
+        ),
+        ("folder", "is no file; give a recorded table"),
+        ("pipe", "is no file; give a recorded table"),
+    ],
+)
+def test_what_is_no_table_is_one_line(tmp_path: Path, small: Table, damage: str, words: str) -> None:
     path = tmp_path / "t.parquet"
-    if damage == "missing":
-        path.unlink()
-    elif damage == "cut":
-        path.write_bytes(path.read_bytes()[:200])
-    elif damage == "text":
-        path.write_text("{}")
-    else:
-        import pyarrow
-        import pyarrow.parquet
+    match damage:
+        case "cut":
+            path.write_bytes(path.read_bytes()[:200])
+        case "text":
+            path.write_text("{}")
+        case "other":
+            pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), path)
+        case _:
+            path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    elif damage == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(UserError, match=r"--timer replay:.*t\.parquet") as caught:
+        read_table(path)
+    assert words in str(caught.value)
 
-        pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), path)
-    with pytest.raises(UserError, match=r"t\.parquet"):
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ({"problem": {**PROBLEM.to_json(), "experts": 0}}, "problem.experts must be an integer from 1"),
+        ({"problem": {**PROBLEM.to_json(), "hidden": 10**30}}, "problem.hidden must be an integer from 1"),
+        ({"device": 5}, "device must be a text"),
+        ({"triton": None}, "triton must be a text"),
+    ],
+)
+def test_a_table_of_no_layer_is_one_line(tmp_path: Path, meta: dict[str, Any], words: str) -> None:
+    path = tmp_path / "t.parquet"
+    write_table(path, {**META, **meta}, ROWS)
+    with pytest.raises(UserError, match=r"t\.parquet is no recorded table: ") as caught:
+        read_table(path)
+    assert words in str(caught.value)
+
+
+def test_a_table_without_a_column_names_it(tmp_path: Path, small: Table) -> None:
+    path = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).drop_columns(["spill_bytes"]), path)
+    with pytest.raises(UserError, match="it has no column spill_bytes"):
         read_table(path)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sm120tune import __version__
+from sm120tune._jsonfile import Fields, parse_object
 from sm120tune.compiler import TileFacts
 from sm120tune.errors import UserError
 from sm120tune.failures import Failure, FailureKind
@@ -104,6 +105,9 @@ _VALUES = (
 )  # fmt: skip
 
 
+_COLUMNS = ("gemm", "m", *TILE_FIELDS, *_VALUES)
+
+
 @dataclass(frozen=True)
 class Table:
     """A whole recorded table."""
@@ -152,15 +156,29 @@ def write_table(path: Path, meta: Mapping[str, Any], rows: Iterable[TableRow]) -
 def read_table(path: Path) -> Table:
     """Read a table; raises UserError without pyarrow or for a file that is none."""
     arrow, parquet = _pyarrow()
+    # A pipe would be waited for.
+    if path.exists() and not path.is_file():
+        raise UserError(f"--timer replay:{path} is no file; give a recorded table")
     try:
         content = parquet.read_table(path)
-        meta = json.loads(content.schema.metadata[_META])
+        known = (content.schema.metadata or {}).get(_META)
+        if known is None:
+            raise ValueError("it does not say of which layer and card it is, as those of bench/record_table.py do")
+        meta = parse_object(known.decode())
+        fields = Fields(meta)
+        problem = MoEProblem.from_json(fields.take("problem"))
+        device, routing = fields.text("device"), fields.text("routing")
+        for name in ("triton", "kernel_source_hash"):
+            fields.text(name)
+        missing = [name for name in _COLUMNS if name not in content.column_names]
+        if missing:
+            raise ValueError(f"it has no column {missing[0]}")
         rows = tuple(TableRow.from_json(row) for row in content.to_pylist())
-        return Table(MoEProblem.from_json(meta["problem"]), meta["device"], meta["routing"], meta, rows)
     except FileNotFoundError:
         raise UserError(f"--timer replay:{path}: no such file") from None
-    except (OSError, ValueError, KeyError, TypeError, arrow.ArrowInvalid) as error:
-        raise UserError(f"--timer replay:{path}: not a recorded table ({error})") from error
+    except (OSError, ValueError, KeyError, TypeError, arrow.ArrowException) as error:
+        raise UserError(f"--timer replay:{path} is no recorded table: {error}") from error
+    return Table(problem, device, routing, meta, rows)
 
 
 def _pyarrow() -> tuple[Any, Any]:
