@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +191,10 @@ def test_shares_of_other_specified_rates_are_carried_over(file: Path) -> None:
         (lambda data: data["times"][0].update(m=2**20 + 1), "times[0].m must be an integer from 1 to 1,048,576"),
         (lambda data: data["times"][0]["tile"].update(num_warps=2**31), "num_warps must be a positive integer below"),
         (lambda data: data["times"][0]["check"].update(error=10**400), "times[0].check.error must be a finite number"),
+        (
+            lambda data: data["times"].append(data["times"][0]),
+            "times[2] is of tile 16x64x64 g1 w4 s3 at M=64, as times[0] is; drop one of them",
+        ),
         (lambda data: data.update(odd=1), "odd is not a known field"),
     ],
 )
@@ -211,6 +216,37 @@ def test_what_is_no_object_is_refused(tmp_path: Path, content: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--calibration .*x\.json cannot be read: No such file"):
         calibrated(CARD, str(tmp_path / "x.json"), told)
+
+
+def make_odd(path: Path, kind: str) -> str:
+    """Put there what is no file; returns how it is called."""
+    match kind:
+        case "folder":
+            path.mkdir(parents=True)
+            return "is a folder"
+        case "pipe":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.mkfifo(path)
+            return "is no regular file"
+        case _:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to("nowhere")
+            return "is a symbolic link to nowhere (nowhere)"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_what_is_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    said = make_odd(tmp_path / "x.json", kind)
+    with pytest.raises(UserError) as caught:
+        calibrated(CARD, str(tmp_path / "x.json"), told)
+    assert str(caught.value).startswith(f"--calibration {tmp_path / 'x.json'} {said}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_odd(applied_path(CARD.name), kind)
+    with pytest.raises(UserError, match="; remove it, or calibrate again with --apply") as caught:
+        calibrated(CARD, None, told)
+    assert str(caught.value).startswith(f"{applied_path(CARD.name)} {said}")
+    assert calibrated(CARD, "none", told) is CARD
+    assert calibrated(OTHER, None, told) is OTHER
 
 
 @pytest.mark.parametrize(

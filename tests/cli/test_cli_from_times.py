@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,33 @@ def test_a_file_may_be_replaced_by_itself_and_no_other_times_are_lost(command: I
         assert command.run("calibrate", "--from-times", "old.json", "--output", "old.json", "--quiet").code == 0
     assert read(old)["model"]["formula"] == formula_version()
     assert read(old)["times"] == read(ON_A_GPU)["times"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_the_file_that_it_points_to_is_written(command: InProcess, old: Path, there: bool) -> None:
+    target, link = command.line.folder / "kept" / "mine.json", command.line.folder / "link.json"
+    target.parent.mkdir()
+    if there:
+        shutil.copy(old, target)
+    link.symlink_to("kept/mine.json")
+    assert command.run("calibrate", "--from-times", "old.json", "--output", "link.json", "--quiet").code == 0
+    assert link.readlink() == Path("kept/mine.json")
+    assert read(target)["model"]["formula"] == formula_version()
+
+
+def test_a_link_into_no_folder_is_refused(command: InProcess, old: Path) -> None:
+    (command.line.folder / "link.json").symlink_to("typo/mine.json")
+    command.refused(
+        "calibrate", "--from-times", "old.json", "--output", "link.json",
+        words=["--output link.json: there is no folder", "typo"],
+    )  # fmt: skip
+
+
+def test_pipes_are_not_waited_for(command: InProcess, old: Path) -> None:
+    os.mkfifo(command.line.folder / "pipe")
+    args = ["calibrate", "--from-times"]
+    command.refused(*args, "pipe", words=["--from-times pipe is no regular file; give a calibration's file"])
+    command.refused(*args, "old.json", "--output", "pipe", words=["--output pipe is no regular file", "left as it is"])
 
 
 def test_another_class_to_begin_with(command: InProcess, old: Path) -> None:

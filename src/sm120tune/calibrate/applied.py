@@ -37,7 +37,8 @@ def calibrated(
     if named is not None:
         return _from_file(device, Path(named), f"--calibration {named}", tell)
     path = applied_path(device.name)
-    if not applied or not path.is_file():
+    # What is there and is no file is told of as a damaged one is; is_symlink: a link to nowhere does not exist.
+    if not applied or not (path.exists() or path.is_symlink()):
         return device
     try:
         return _from_file(device, path, str(path), tell)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sm120tune.calibrate.timed import TimedTile
 from sm120tune.devices import DeviceSpec
 from sm120tune.errors import UserError
 from sm120tune.problem import MoEProblem
+from sm120tune.tiles import Tile
 
 SCHEMA_VERSION = 1
 _KIND = "sm120tune calibration"
@@ -156,11 +157,28 @@ class CalibrationFile:
             model=file.take("model"),
         )
         file.finish()
+        _check_no_repeats(result.times)
         return result
+
+
+def _check_no_repeats(times: Sequence[TimedTile]) -> None:
+    """Raise ValueError for two entries of one tile and M: which of them holds cannot be told."""
+    seen: dict[tuple[Tile, int], int] = {}
+    for index, one in enumerate(times):
+        first = seen.setdefault((one.tile, one.m), index)
+        if first != index:
+            raise ValueError(
+                f"times[{index}] is of tile {one.tile} at M={one.m}, as times[{first}] is; drop one of them"
+            )
 
 
 def read_file(path: Path, named: str) -> CalibrationFile:
     """Read a file; raises UserError that calls it ``named``, says what is wrong with it and what to do."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{named} is a symbolic link to nowhere ({path.readlink()})")
+    # A pipe would be waited for, a device read without end.
+    if path.exists() and not path.is_file():
+        raise UserError(f"{named} is {'a folder' if path.is_dir() else 'no regular file'}; give a calibration's file")
     try:
         return CalibrationFile.from_json(read_object(path), named)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -41,12 +42,14 @@ def check_output(path: Path) -> CalibrationFile | None:
     """Return the calibration that would be replaced; raises UserError where the file could not be written in the end.
 
     A folder that is not there is one of these cases: who names one file and mistypes its folder wants to know it.
+    Of a symbolic link the file that it points to is meant.
     """
     if path.is_dir():
         raise UserError(f"--output {path} is a folder; give a file")
-    check_folder("--output", path.parent, writes=True)
-    if not path.parent.exists():
-        raise UserError(f"--output {path}: there is no folder {path.parent}; make it first, or name another file")
+    folder = _target(path).parent
+    check_folder("--output", folder, writes=True)
+    if not folder.exists():
+        raise UserError(f"--output {path}: there is no folder {folder}; make it first, or name another file")
     if not path.exists():
         return None
     try:
@@ -73,10 +76,15 @@ def finish(result: Result, start: CardClass, wanted: Wanted) -> int:
     return EXIT_FELL_SHORT if fell_short else 0
 
 
+def _target(path: Path) -> Path:
+    """Return the file that is written: where a symbolic link points to, there or not yet, so that the link stays."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
 def _write(found: Calibration, paths: list[Path]) -> list[Path]:
     content = found.dumps().encode()
     try:
-        replace_files(dict.fromkeys(paths, content))
+        replace_files(dict.fromkeys(map(_target, paths), content))
     except FilesError as error:
         raise UserError(f"{error}; what was measured is kept, the same command writes it") from None
     return paths
