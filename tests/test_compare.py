@@ -133,7 +133,24 @@ def test_mixes() -> None:
     assert uniform_mix((1, 64)).expected_us({1: 10.0}) is None
 
 
-@pytest.mark.parametrize("text", ["", "1", "1:", "x:1", "0:1", "1:0", "1:-1", "1:nan", "1:inf", "1:1,1:2", "1:1,"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "1",
+        "1:",
+        "x:1",
+        "0:1",
+        "1:0",
+        "1:-1",
+        "1:nan",
+        "1:inf",
+        "1:1,1:2",
+        "1:1,",
+        "²:1",
+        pytest.param(f"{'9' * 5000}:1", id="endless"),
+    ],
+)
 def test_bad_mixes(text: str) -> None:
     with pytest.raises(UserError, match="--mix"):
         parse_mix(text)

@@ -132,7 +132,17 @@ def test_gpus_are_chosen_by_number(machine: Machine, text: str, wanted: list[int
 
 
 @pytest.mark.parametrize(
-    ("text", "part"), [("3", "3"), ("0,7", "7"), ("", ""), ("0,", ""), ("x", "x"), ("-1", "-1"), ("²", "²")]
+    ("text", "part"),
+    [
+        ("3", "3"),
+        ("0,7", "7"),
+        ("", ""),
+        ("0,", ""),
+        ("x", "x"),
+        ("-1", "-1"),
+        ("²", "²"),
+        pytest.param("9" * 5000, "9" * 5000, id="endless"),
+    ],
 )
 def test_gpus_that_are_not_here(machine: Machine, text: str, part: str) -> None:
     machine(H200, H200)

@@ -89,16 +89,17 @@ def parse_mix(text: str) -> Mix:
     for part in text.split(","):
         m, _, share = part.strip().partition(":")
         try:
-            value = float(share)
+            # Of more than 4,300 digits int raises ValueError too.
+            value, size = float(share), int(m) if m.isdecimal() else 0
         except ValueError:
-            value = 0.0
-        if not m.isdecimal() or int(m) < 1 or not 0 < value < float("inf"):
+            value = size = 0
+        if size < 1 or not 0 < value < float("inf"):
             raise UserError(
                 f"--mix {part.strip()!r} is no M:SHARE with a share above 0; write for example 1:0.5,64:0.5"
             )
-        if int(m) in shares:
+        if size in shares:
             raise UserError(f"--mix has M={m} twice")
-        shares[int(m)] = value
+        shares[size] = value
     largest = max(shares.values())
     # Divided first: the sum of two shares may be more than a float holds.
     total = sum(share / largest for share in shares.values())

@@ -94,10 +94,14 @@ def _chosen(gpus: tuple[LocalGPU, ...], text: str | None) -> tuple[LocalGPU, ...
     by_index = {gpu.index: gpu for gpu in gpus}
     chosen: dict[int, LocalGPU] = {}
     for part in text.split(","):
-        if not part.strip().isdecimal() or int(part) not in by_index:
-            there = ", ".join(str(index) for index in by_index) or "none"
+        try:
+            index = int(part)
+        except ValueError:
+            index = -1
+        if index not in by_index:
+            there = ", ".join(map(str, by_index)) or "none"
             raise UserError(f"--gpus {text}: there is no GPU {part.strip()!r} here (there are: {there})")
-        chosen[int(part)] = by_index[int(part)]
+        chosen[index] = by_index[index]
     return tuple(chosen.values())
 
 

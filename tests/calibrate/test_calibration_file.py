@@ -183,6 +183,7 @@ def test_shares_of_other_specified_rates_are_carried_over(file: Path) -> None:
         (lambda data: data["times"][0]["down"].update(us=0), "times[0].down.us must be above 0"),
         (lambda data: data["times"][0]["down"].update(us=10**400), "times[0].down.us must be a finite number"),
         (lambda data: data["times"][0]["down"].update(spread_us=10**400), "times[0].down.spread_us must be a finite"),
+        (lambda data: data["times"][0]["down"].update(spread_us=-1), "times[0].down.spread_us must be 0 or more"),
         (lambda data: data["times"][0]["down"].update(repetitions=10**30), "times[0].down.repetitions must be an"),
         (
             lambda data: data["times"][0]["down"].update(facts=[10**30, 64, 0]),

@@ -31,6 +31,8 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "groups-of-bf16": (["--group-size", "128"], ["--dtype bf16", "--group-size"]),
     "block-no-pair": (["--dtype", "fp8_w8a8", "--block-shape", "128"], ["--block-shape '128'", "128,128"]),
     "block-no-number": (["--dtype", "fp8_w8a8", "--block-shape", "a,b"], ["--block-shape 'a,b'"]),
+    "block-endless": (["--dtype", "fp8_w8a8", "--block-shape", "9" * 5000 + ",128"], ["--block-shape", "128,128"]),
+    "block-negative": (["--dtype", "fp8_w8a8", "--block-shape", "128,-128"], ["--block-shape '128,-128'"]),
     "block-odd": (["--dtype", "fp8_w8a8", "--block-shape", "128,48"], ["--block-shape 128,48", "32"]),
     "block-over-n": (["--dtype", "fp8_w8a8", "--block-shape", "512,128"], ["--inter 256", "[512, 128]"]),
     "block-over-hidden": (

@@ -37,6 +37,8 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"{LAYER}per_channel = true\nper-channel = true", ["job 1", "'per-channel'", "twice"]),
         (f"{LAYER}{WIDER}tp = 3", ["job 2", "--inter 64"]),
         (f"{LAYER}{LAYER}", ["E=4 N=64", "twice"]),
+        pytest.param(f"{LAYER}tp = {'9' * 5000}", ["is no TOML that can be read", "4300 digits"], id="endless"),
+        pytest.param(f"{LAYER}tp = {'[' * 20_000}", ["is no TOML that can be read"], id="deep"),
     ],
 )
 def test_a_wrong_job_is_one_line_that_names_it(command: InProcess, beside: Path, text: str, words: list[str]) -> None:

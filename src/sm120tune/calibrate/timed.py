@@ -90,6 +90,8 @@ class GemmResult:
                 raise ValueError(f"{prefix}us must be above 0 and have facts beside it, not {us}")
             early = fields.flag("at_least") if fields.has("at_least") else False
             spread, repetitions = fields.number("spread_us"), fields.integer("repetitions", least=1)
+            if spread < 0:
+                raise ValueError(f"{prefix}spread_us must be 0 or more, not {spread}")
             result = cls(facts, Measured(us, spread, repetitions, What(gemm.value), early))
         fields.finish()
         return result

@@ -104,10 +104,10 @@ def block_shape(text: str | None) -> tuple[int, int] | None:
     """Read ``128,128`` or ``[128, 128]``; raises UserError for anything else."""
     if text is None:
         return None
-    parts = text.strip("[]").split(",")
-    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+    sizes = integers("--block-shape", text.strip("[]"), "128,128")
+    if len(sizes) != 2 or min(sizes) < 1:
         raise UserError(f"--block-shape {text!r} is no pair of positive integers; write for example 128,128")
-    return (int(parts[0]), int(parts[1]))
+    return (sizes[0], sizes[1])
 
 
 def layer_options(dtypes: Sequence[str], hidden: int | str, topk: int | str) -> Callable[[_F], _F]:

@@ -134,8 +134,9 @@ def read_jobs(path: Path) -> list[Target]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--jobs {path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--jobs {path} is no TOML: {error}") from None
+    # TOMLDecodeError, and what an integer of thousands of digits or brackets without end raise.
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--jobs {path} is no TOML that can be read: {error}") from None
     tables = content.get("job")
     whole = set(content) == {"job"} and isinstance(tables, list) and tables
     if not whole or not all(isinstance(table, dict) for table in tables or ()):
