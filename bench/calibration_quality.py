@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from documents import put_table
+from documents import show_table
 from model_tables import Recorded, geomean, rank_correlation, recorded, regrets
 
 from sm120tune.calibrate.applied import with_calibration
@@ -217,11 +217,7 @@ def main() -> int:
     found += [measured(path, next(iter(tables.values()))) for path in args.calibration]
     every = [row for source in found for row in rows(source, tables)]
     every += whole(tables, named_class(args.from_class))
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---|---|" + "---:|" * (len(_COLUMNS) - 2)]
-    lines += ["| " + " | ".join(row) + " |" for row in every]
-    if args.update is not None:
-        put_table(args.update, _SCRIPT, lines)
-    print("\n".join(lines))
+    show_table(_SCRIPT, _COLUMNS, every, args.update)
     return 0
 
 

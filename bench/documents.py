@@ -1,13 +1,22 @@
-"""Tables that scripts write into documents, between two comments that name the script."""
+"""Tables that scripts print, and write into documents between two comments that name the script."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
-def put_table(path: Path, script: str, lines: Sequence[str]) -> None:
+def show_table(script: str, head: Sequence[str], rows: Iterable[Sequence[str]], document: Path | None) -> None:
+    """Print a table whose first two columns are text, after putting it into the document, if one is given."""
+    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    if document is not None:
+        _put(document, script, lines)
+    print("\n".join(lines))
+
+
+def _put(path: Path, script: str, lines: Sequence[str]) -> None:
     """Replace what stands between the script's comments; raises SystemExit where the document has no such place."""
     text = path.read_text(encoding="utf-8")
     mark = f"<!-- {script}: {{}} -->"

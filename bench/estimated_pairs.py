@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from documents import put_table
+from documents import show_table
 
 from sm120tune.provenance import FileProvenance, RowStatus, load
 
@@ -50,11 +50,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="an output folder's estimated/")
     parser.add_argument("--update", type=Path, help="document to put the table into")
     args = parser.parse_args()
-    lines = ["| " + " | ".join(_HEAD) + " |", "|---|---|" + "---:|" * (len(_HEAD) - 2)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows(records(args.folder))]
-    if args.update is not None:
-        put_table(args.update, _SCRIPT, lines)
-    print("\n".join(lines))
+    show_table(_SCRIPT, _HEAD, rows(records(args.folder)), args.update)
     return 0
 
 
