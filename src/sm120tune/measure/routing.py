@@ -172,7 +172,9 @@ def _route(
     if not 1 <= topk <= router:
         raise UserError(f"a token cannot choose {topk} of {router} experts")
     if m * router > _LARGEST_DRAW:
-        raise UserError(f"M={m} tokens over {router} experts are more than can be drawn; give smaller --batch-sizes")
+        raise UserError(
+            f"M={m} tokens over {router} experts are more than can be drawn; check --experts, or give smaller --batch-sizes"
+        )
     rng = np.random.default_rng([seed % 2**64, m])
     if routing.kind == "file":
         check_fits(problem, routing)
