@@ -173,7 +173,8 @@ def _route(
         raise UserError(f"a token cannot choose {topk} of {router} experts")
     if m * router > _LARGEST_DRAW:
         raise UserError(
-            f"M={m} tokens over {router} experts are more than can be drawn; check --experts, or give smaller --batch-sizes"
+            f"M={m} tokens over {router} experts are more than can be drawn; "
+            "check --experts, or give smaller --batch-sizes"
         )
     rng = np.random.default_rng([seed % 2**64, m])
     if routing.kind == "file":
