@@ -13,7 +13,7 @@ from sm120tune.errors import UserError
 from sm120tune.estimates import estimated_ratio
 from sm120tune.failures import Failure
 from sm120tune.job import Job
-from sm120tune.measure.lane import Timer
+from sm120tune.measure.lane import Timer, started
 from sm120tune.measure.results import RaceRequest
 from sm120tune.rows import why_not_runnable
 from sm120tune.search.race import Ratio, compare
@@ -113,9 +113,7 @@ async def compare_ladders(
     said = lane.prepare()
     pairs = {m: (a(m), b(m)) for m in job.batch_sizes}
     ready = await asyncio.gather(*(_why_not(job, pool, lane, m, side) for m, sides in pairs.items() for side in sides))
-    answer = await asyncio.wrap_future(said)
-    if isinstance(answer, Failure):
-        raise UserError(f"{lane.name}: cannot start ({answer.kind.value}: {answer.message})")
+    await started(lane, said)
     rows = []
     for index, (m, ((pair_a, _), (pair_b, _))) in enumerate(pairs.items()):
         problems = [f"{side}: {why}" for side, why in zip("AB", ready[2 * index : 2 * index + 2], strict=True) if why]

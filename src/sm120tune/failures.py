@@ -36,6 +36,11 @@ class Failure:
     kind: FailureKind
     message: str = ""
 
+    @property
+    def inconclusive(self) -> bool:
+        """Whether its kind is one of :data:`INCONCLUSIVE`."""
+        return self.kind in INCONCLUSIVE
+
     def __str__(self) -> str:
         return f"{self.kind.value}: {self.message}"
 
@@ -47,3 +52,8 @@ class Failure:
     def from_json(cls, data: dict[str, str]) -> Failure:
         """Rebuild a failure; raises ValueError for a kind outside the closed set."""
         return cls(FailureKind(data["kind"]), data.get("message", ""))
+
+
+def was_killed(result: object) -> bool:
+    """Whether a result is none because the compiler was killed: it is not remembered, so that it is tried again."""
+    return isinstance(result, Failure) and result.kind is FailureKind.COMPILE_KILLED

@@ -13,13 +13,13 @@ from sm120tune.budget import Budget
 from sm120tune.compiler import CompileSpec, TileFacts
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.compiler.spec import within_limits
-from sm120tune.failures import Failure, FailureKind
+from sm120tune.failures import Failure, FailureKind, was_killed
 from sm120tune.job import Job
 from sm120tune.measure.lane import GemmTime, Timer, read_timing
 from sm120tune.measure.results import GemmRequest
 from sm120tune.observer import Observer, Standing
 from sm120tune.problem import Gemm
-from sm120tune.search.board import Half, Timing, halves, result_from_json, result_to_json
+from sm120tune.search.board import Half, halves, result_from_json, result_to_json
 from sm120tune.search.journal import Journal
 from sm120tune.search.step import SearchStep, StepSettings
 from sm120tune.seeds import Seeds
@@ -199,7 +199,7 @@ class Hunt:
     async def _trial(self, step: SearchStep, lane: Timer, pair: TilePair) -> None:
         await asyncio.gather(*(self._time_half(step, lane, half) for half in step.board.missing(pair)))
         trial = step.tell(pair)
-        if not any(_was_killed(step.board.get(half)) for half in halves(pair)):
+        if not any(was_killed(step.board.get(half)) for half in halves(pair)):
             self._journal.add(step.m, trial)
         if step.told <= self._job.settings.trials:
             self._observer.advance()
@@ -260,11 +260,6 @@ class Hunt:
         for other in self.steps.values():
             counts += other.board.failures()
         self._observer.failures(counts)
-
-
-def _was_killed(result: Timing | Failure | None) -> bool:
-    """Whether the result is none, so that the next run tries again."""
-    return isinstance(result, Failure) and result.kind is FailureKind.COMPILE_KILLED
 
 
 def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

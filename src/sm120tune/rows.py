@@ -75,6 +75,11 @@ def make_row(job: Job, m: int, decision: Decision) -> RowProvenance:
     )
 
 
+def not_compared(why: Failure) -> str:
+    """Return the note of a row that keeps today's pair because nothing was found out of it."""
+    return f"not compared: nothing is known of today's pair ({why})"
+
+
 async def why_not_runnable(
     job: Job, pool: VariantPool, m: int, pair: TilePair, *, spills: bool = True, lane: Timer | None = None
 ) -> Failure | None:

@@ -18,11 +18,9 @@ from typing import TypeVar
 from sm120tune.between import Between
 from sm120tune.budget import Budget
 from sm120tune.compiler.pool import VariantPool
-from sm120tune.errors import UserError
-from sm120tune.failures import Failure
 from sm120tune.hunt import Hunt
 from sm120tune.job import Job
-from sm120tune.measure.lane import Timer
+from sm120tune.measure.lane import Timer, started
 from sm120tune.observer import Observer
 from sm120tune.provenance import RowProvenance
 from sm120tune.search.journal import Journal
@@ -92,10 +90,7 @@ class Runner:
         return phases.result()
 
     async def _start(self, lane: Timer) -> None:
-        said = await asyncio.wrap_future(lane.prepare())
-        if isinstance(said, Failure):
-            raise UserError(f"{lane.name}: cannot start ({said.kind.value}: {said.message})")
-        if said:
+        if said := await started(lane, lane.prepare()):
             self._observer.event(f"{lane.name}: {said}")
 
     async def _phases(self) -> RunResult:

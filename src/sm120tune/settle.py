@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from sm120tune.accuracy import ErrorMeasure, is_correct
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.estimates import estimated_ratio, out_of_reach
-from sm120tune.failures import INCONCLUSIVE, Failure, FailureKind
+from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import VerifyRequest
 from sm120tune.provenance import RowProvenance, RowStatus
 from sm120tune.racing import race_against, race_beside
-from sm120tune.rows import Decision, make_row, why_not_runnable
+from sm120tune.rows import Decision, make_row, not_compared, why_not_runnable
 from sm120tune.search.race import Ratio
 from sm120tune.search.step import SearchStep
 from sm120tune.tiles import TilePair
@@ -47,7 +47,7 @@ class _Final:
     def leave(self, why: Failure) -> None:
         """Keep today's pair without a comparison: nothing was found out of it."""
         self.runnable_today = self.today.pair
-        self.note = f"not compared: nothing is known of today's pair ({why})"
+        self.note = not_compared(why)
 
 
 class Settler:
@@ -87,7 +87,7 @@ class Settler:
             final.today_problem = final.today.problem
         else:
             problem = await why_not_runnable(self._job, self._pool, m, final.today.pair)
-            if problem is not None and problem.kind in INCONCLUSIVE:
+            if problem is not None and problem.inconclusive:
                 final.leave(problem)
                 return
             final.today_problem = str(problem or "")
@@ -108,7 +108,7 @@ class Settler:
         final.lanes.update(raced.samples)
         final.failures += raced.failures
         if raced.base_failure is not None:
-            if raced.base_failure.kind in INCONCLUSIVE:
+            if raced.base_failure.inconclusive:
                 final.leave(raced.base_failure)
                 return
             final.runnable_today = None

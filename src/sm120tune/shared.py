@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from sm120tune.accuracy import is_correct
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.estimates import estimated_ratio, out_of_reach
-from sm120tune.failures import INCONCLUSIVE, Failure, FailureKind
+from sm120tune.failures import Failure, FailureKind
 from sm120tune.job import Job
 from sm120tune.measure.lane import Timer
 from sm120tune.measure.results import VerifyRequest
 from sm120tune.problem import MoEProblem
 from sm120tune.provenance import RowProvenance, RowStatus
 from sm120tune.racing import race_against, race_beside
-from sm120tune.rows import Decision, Samples, make_row, why_not_runnable
+from sm120tune.rows import Decision, Samples, make_row, not_compared, why_not_runnable
 from sm120tune.search.race import Ratio
 from sm120tune.tiles import TilePair
 
@@ -36,8 +36,8 @@ class _View:
 
     today: TilePair | None
     """None where it cannot run."""
-    unknown: str = ""
-    """Why nothing was found out of today's pair."""
+    left: str = ""
+    """Why today's pair stays without a comparison."""
     samples: dict[TilePair, tuple[float, ...]] = field(default_factory=dict)
     decided: Samples = field(default_factory=dict)
     """The winner and today's pair, on new samples."""
@@ -73,8 +73,8 @@ class SharedChoice:
         view = self._views[index][m] = _View(today)
         if today is not None:
             problem = await why_not_runnable(job, pool, m, today, lane=lane)
-            if problem is not None and problem.kind in INCONCLUSIVE:
-                view.unknown = str(problem)
+            if problem is not None and problem.inconclusive:
+                view.left = not_compared(problem)
                 return
             if problem is not None:
                 view.today = today = None
@@ -86,8 +86,8 @@ class SharedChoice:
         raced = await race_beside(lane, m, today, entering)
         view.samples = raced.samples
         self.failures += raced.failures
-        if raced.base_failure is not None and raced.base_failure.kind in INCONCLUSIVE:
-            view.unknown = str(raced.base_failure)
+        if raced.base_failure is not None and raced.base_failure.inconclusive:
+            view.left = not_compared(raced.base_failure)
         elif raced.base_failure is not None:
             view.today = None
 
@@ -181,9 +181,7 @@ class SharedChoice:
     def _left(self, m: int) -> str:
         """Return why today's row is left as it is whatever the others' times, or nothing."""
         for job, view in self._each(m):
-            if view.unknown:
-                return f"not compared: nothing is known of today's pair ({view.unknown})"
-            if why := out_of_reach(job, m, today_runs=view.today is not None):
+            if why := view.left or out_of_reach(job, m, today_runs=view.today is not None):
                 return why
         return ""
 

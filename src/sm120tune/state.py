@@ -18,14 +18,19 @@ def cache_root() -> Path:
     """Return :func:`cache_folder`, made if need be; raises UserError when it cannot be written."""
     root = cache_folder()
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
+        make_writable(root)
     except OSError as error:
         raise UserError(
             f"cannot write the cache folder {root}: {error.strerror}; set XDG_CACHE_HOME to one that can"
         ) from error
     return root
+
+
+def make_writable(folder: Path) -> None:
+    """Make a folder, if need be, and see that a file can be written there; raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def write_atomically(path: Path, data: bytes) -> None:

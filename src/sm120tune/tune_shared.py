@@ -11,10 +11,8 @@ from functools import partial
 
 from sm120tune.between import Between
 from sm120tune.compiler.pool import VariantPool
-from sm120tune.errors import UserError
-from sm120tune.failures import Failure
 from sm120tune.job import Job
-from sm120tune.measure.lane import Timer
+from sm120tune.measure.lane import Timer, started
 from sm120tune.observer import Observer
 from sm120tune.provenance import RowProvenance
 from sm120tune.runner import RunResult
@@ -91,9 +89,7 @@ def _on_lanes(
 
     async def run(lanes: Sequence[Timer]) -> None:
         for lane in lanes:
-            said = await asyncio.wrap_future(lane.prepare())
-            if isinstance(said, Failure):
-                raise UserError(f"{lane.name}: cannot start ({said.kind.value}: {said.message})")
+            await started(lane, lane.prepare())
         await spread(sizes, lanes, step, cost=lambda m: 100.0 + job.floor(m)[0])
 
     with open_lanes(job, observer.event) as lanes, only_first_error():

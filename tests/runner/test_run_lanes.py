@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -118,14 +118,17 @@ def test_no_key_is_added_where_the_rows_serve_well_between_them(bench: Bench, sg
 # The real compilers
 
 
-def test_real_compilers_feed_the_lane(bench: Bench, sglang_0_5_23: Path, own_cache: Path) -> None:
-    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64,), trials=4)
+@pytest.fixture
+def compilers(own_cache: Path) -> Iterator[CompilePool]:
     pool = CompilePool(CompileCache(own_cache / "runner"), 2)
+    yield pool
+    pool.stop()
+
+
+def test_real_compilers_feed_the_lane(bench: Bench, sglang_0_5_23: Path, compilers: CompilePool) -> None:
+    job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64,), trials=4)
     lane = bench.lane()
-    try:
-        result = bench.run(job, lane, pool=pool)
-    finally:
-        pool.stop()
+    result = bench.run(job, lane, pool=compilers)
     assert result.compiled >= len(lane.gemms) > 5
     for request, facts in lane.facts.items():
         assert 0 < facts.shared_bytes <= job.limits.shared_memory_per_block
@@ -136,15 +139,13 @@ def test_real_compilers_feed_the_lane(bench: Bench, sglang_0_5_23: Path, own_cac
     assert row.status is RowStatus.TUNED
 
 
-def test_what_the_compiler_finds_too_large_is_never_timed(bench: Bench, sglang_0_5_23: Path, own_cache: Path) -> None:
+def test_what_the_compiler_finds_too_large_is_never_timed(
+    bench: Bench, sglang_0_5_23: Path, compilers: CompilePool
+) -> None:
     # On a card with little shared memory, today's tile is still within it, many others are not.
     job = make_job(sglang_0_5_23, bench.folder / "out", batch_sizes=(64,), trials=1, shared_memory=14000)
-    pool = CompilePool(CompileCache(own_cache / "runner"), 2)
     lane = bench.lane()
-    try:
-        result = bench.run(job, lane, pool=pool)
-    finally:
-        pool.stop()
+    result = bench.run(job, lane, pool=compilers)
     assert result.failures["shared_memory"] > 0
     assert all(facts.shared_bytes <= 14000 for facts in lane.facts.values())
     for row in result.rows:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from interpreted_call import answer
+from torch import library
 
 from sm120tune.measure.align import align
 from sm120tune.upstream import find_sglang
@@ -34,6 +35,6 @@ if __name__ == "__main__":
     lookup.get_device_name = lambda *_args: sys.argv[1]
     call: Any = importlib.import_module(tree.module_of(tree.fused_moe_file))
     call.moe_align_block_size = _moe_align_block_size
-    on_cpu = torch.library.Library("sglang", "IMPL")
+    on_cpu = library.Library("sglang", "IMPL")
     on_cpu.impl("outplace_fused_experts", inspect.unwrap(call.outplace_fused_experts), "CPU")
     answer(tree, fused_moe)

@@ -13,9 +13,9 @@ from sm120tune.calibrate.timed import Checked, GemmResult, TimedTile
 from sm120tune.compiler.pool import VariantPool
 from sm120tune.compiler.spec import within_limits
 from sm120tune.errors import UserError
-from sm120tune.failures import Failure, FailureKind
+from sm120tune.failures import Failure, was_killed
 from sm120tune.job import Job
-from sm120tune.measure.lane import Timer, answered
+from sm120tune.measure.lane import Timer, answered, started
 from sm120tune.measure.results import GemmRequest, Measured, VerifyRequest
 from sm120tune.observer import Observer
 from sm120tune.problem import Gemm
@@ -87,10 +87,7 @@ class Measuring:
 
         async with asyncio.TaskGroup() as group:
             group.create_task(spread(chosen, [self._lane], measure, cost=lambda _one: 1.0, active=_ACTIVE))
-            answer = await asyncio.wrap_future(said)
-            if isinstance(answer, Failure):
-                raise UserError(f"{self._lane.name}: cannot start ({answer.kind.value}: {answer.message})")
-            if answer:
+            if answer := await started(self._lane, said):
                 self._observer.event(f"{self._lane.name}: {answer}")
         timed_tiles = tuple(timed for one in chosen for timed in found[one.tile])
         return Found(timed_tiles, resumed, self._journal.note(sizes[0], _CLOCKS))
@@ -101,7 +98,7 @@ class Measuring:
             timed = known
             if timed is None:
                 timed = await self._measure(tile, m)
-                if all(failure.kind is not FailureKind.COMPILE_KILLED for failure in timed.failures):
+                if not any(map(was_killed, timed.failures)):
                     self._journal.save_note(m, _note(tile), timed.to_json())
                 await self._count()
             self._observer.advance()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sm120tune.compiler.facts import TileFacts
 from sm120tune.compiler.spec import CompileSpec
-from sm120tune.failures import INCONCLUSIVE, Failure
+from sm120tune.failures import Failure, was_killed
 from sm120tune.state import write_atomically
 
 Outcome = TileFacts | Failure
@@ -36,11 +36,17 @@ class CompileCache:
         return known
 
     def put(self, spec: CompileSpec, outcome: Outcome) -> None:
-        """Record an outcome, an inconclusive one for this run alone; a full disk costs the record, not the run."""
+        """Record an outcome; a full disk costs the record, not the run.
+
+        An inconclusive one is recorded for this run alone, one that was killed not at all: asked for again, it is
+        compiled again.
+        """
+        if was_killed(outcome):
+            return
         key = spec.key
         self._memory[key] = outcome
         if isinstance(outcome, Failure):
-            if outcome.kind in INCONCLUSIVE:
+            if outcome.inconclusive:
                 return
             content: dict[str, object] = {"failure": outcome.to_json()}
         else:

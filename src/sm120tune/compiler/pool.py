@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import tempfile
 from concurrent.futures import CancelledError, Future, InvalidStateError, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -20,6 +19,7 @@ from sm120tune.compiler.cache import CompileCache, Outcome
 from sm120tune.compiler.spec import CompileSpec
 from sm120tune.errors import UserError
 from sm120tune.failures import Failure, FailureKind
+from sm120tune.state import make_writable
 
 DEFAULT_TIMEOUT_S = 60.0
 _TASKS_PER_PROCESS = 500
@@ -78,9 +78,7 @@ class CompilePool:
     def _new_pool(self) -> ProcessPool:
         folder = self._cache.triton_folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            make_writable(folder)
         except OSError as error:
             raise _unusable(folder, error) from None
         return ProcessPool(
@@ -165,9 +163,7 @@ class CompilePool:
             # The stop itself looks like a death or a broken pool.
             self._settle(spec, result, CancelledError(outcome.message))
             return
-        if not isinstance(outcome, Failure) or outcome.kind is not FailureKind.COMPILE_KILLED:
-            # One that was killed is compiled again when it is asked for again.
-            self._cache.put(spec, outcome)
+        self._cache.put(spec, outcome)
         self._settle(spec, result, outcome)
 
     def _settle(self, spec: CompileSpec, result: Future[Outcome], outcome: Outcome | BaseException) -> None:

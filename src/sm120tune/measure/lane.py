@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeVar
 
 from sm120tune.accuracy import ErrorMeasure
 from sm120tune.compiler import TileFacts
+from sm120tune.errors import UserError
 from sm120tune.failures import Failure
 from sm120tune.measure.results import Estimated, GemmRequest, Measured, RaceLane, RaceRequest, VerifyRequest
 
@@ -45,6 +47,14 @@ class Timer(Protocol):
 
     def stop(self) -> None:
         """End at once."""
+
+
+async def started(lane: Timer, said: Future[str | Failure]) -> str:
+    """Wait for what :meth:`Timer.prepare` gave; returns its line. Raises UserError where the lane cannot start."""
+    answer = await asyncio.wrap_future(said)
+    if isinstance(answer, Failure):
+        raise UserError(f"{lane.name}: cannot start ({answer})")
+    return answer
 
 
 def answered(value: _T) -> Future[_T]:
